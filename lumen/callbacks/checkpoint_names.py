@@ -80,15 +80,15 @@ def find_lost_checkpoints(folder: PurePath, names: Iterable[str], best: Iterable
         best: The ranked names, best first.
         wanted: Number of best checkpoints that must be intact; the check ends once they are found.
     """
-    gone = set(names) - {path.name for path in find_unread(folder)}
+    lost = set(names) - {path.name for path in find_unread(folder)}
     for name in best:
-        if name in gone or not is_committed(folder / name):
-            gone.add(name)
+        if name in lost or not is_committed(folder / name):
+            lost.add(name)
             continue
         wanted -= 1
         if wanted == 0:
             break
-    return gone
+    return lost
 
 
 def as_score(value: float) -> torch.Tensor:

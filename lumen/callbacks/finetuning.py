@@ -233,23 +233,23 @@ class BackboneFinetuning(BaseFinetuning):
         """Unfreeze the backbone, or raise its rate."""
         if epoch < self.unfreeze_backbone_at_epoch:
             return
-        rest = float(optimizer.param_groups[0]["lr"])
+        first_rate = float(optimizer.param_groups[0]["lr"])
         group = next((each for each in optimizer.param_groups if each.get("name") == "backbone"), None)
         if group is None or self._rate is None:
-            given = self.backbone_initial_lr
-            self._rate = rest * self.backbone_initial_ratio_lr if given is None else given
+            initial_rate = self.backbone_initial_lr
+            self._rate = first_rate * self.backbone_initial_ratio_lr if initial_rate is None else initial_rate
             self.unfreeze_and_add_param_group(
                 task.backbone, optimizer, self._rate, train_bn=self.train_bn, name="backbone"
             )
         else:
             self._rate *= 2.0 if self.lambda_func is None else self.lambda_func(epoch + 1)
             if self.should_align:
-                self._rate = min(self._rate, rest)
+                self._rate = min(self._rate, first_rate)
             group["lr"] = self._rate
         if self.verbose:
             _log.info(
                 "epoch %d: the learning rate is %s, that of the backbone %s",
-                epoch, round(rest, self.rounding), round(self._rate, self.rounding),
+                epoch, round(first_rate, self.rounding), round(self._rate, self.rounding),
             )  # fmt: skip
 
 

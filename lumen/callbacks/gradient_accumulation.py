@@ -43,22 +43,22 @@ def apply_accumulation_schedule(plan: Plan, callbacks: Iterable[Callback], repla
     Raises:
         ConfigError: Two sources set the size of a step: the trainer's arguments and a callback, or two callbacks.
     """
-    given = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
-    if not given:
+    schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if not schedules:
         return plan
     if any(isinstance(each, GradientAccumulationScheduler) for each in replaced):
         plan = replace(plan, accumulate={0: 1})
-    if len(given) > 1:
+    if len(schedules) > 1:
         raise ConfigError("callbacks: there are two GradientAccumulationSchedulers. Leave one out.")
-    accumulate = parse_accumulation(_NAME, given[0])
+    accumulate = parse_accumulation(_NAME, schedules[0])
     if plan.global_batch_size is not None:
         raise ConfigError(
-            f"global_batch_size: {plan.global_batch_size} and GradientAccumulationScheduler({given[0]}) both say how "
-            "large a step is. Leave one out."
+            f"global_batch_size: {plan.global_batch_size} and GradientAccumulationScheduler({schedules[0]}) both say "
+            "how large a step is. Leave one out."
         )
     if plan.accumulate not in ({0: 1}, accumulate):
         raise ConfigError(
             f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)} and "
-            f"GradientAccumulationScheduler({given[0]}) both say how large a step is. Leave one out."
+            f"GradientAccumulationScheduler({schedules[0]}) both say how large a step is. Leave one out."
         )
     return replace(plan, accumulate=accumulate)

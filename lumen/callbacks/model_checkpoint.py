@@ -119,11 +119,11 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         check_at_least(-1, "ModelCheckpoint", keep_last=keep_last, save_top_k=save_top_k)
         if monitor is None and save_top_k > 1:
             raise ConfigError(f"ModelCheckpoint: save_top_k={save_top_k} needs a monitor that says which are best.")
-        given = (every_n_train_steps, every_n_epochs, train_time_interval) != (None, None, None)
+        has_interval = (every_n_train_steps, every_n_epochs, train_time_interval) != (None, None, None)
         self.monitor, self.mode = monitor, mode
         self.every_n_train_steps = every_n_train_steps or 0
-        self.every_n_epochs = (every_n_epochs or 0) if given else 1
-        self.train_time_interval_s = math.inf if given else _DEFAULT_INTERVAL_S
+        self.every_n_epochs = (every_n_epochs or 0) if has_interval else 1
+        self.train_time_interval_s = math.inf if has_interval else _DEFAULT_INTERVAL_S
         if train_time_interval is not None:
             self.train_time_interval_s = parse_duration_s("ModelCheckpoint: train_time_interval", train_time_interval)
         self.on_best, self.at_end = on_best, at_end
@@ -185,8 +185,8 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         if stage != "fit":
             return
         self.scores, self._score = {}, None
-        others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
-        self._shares_monitor = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in others)
+        other_savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
+        self._shares_monitor = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in other_savers)
         if self.given_dirpath is None and trainer.run_directory is not None:
             self.dirpath = trainer.run_directory / "checkpoints"
 
@@ -199,7 +199,7 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         self._saved_at_s, self._epoch = trainer.run.ending.vote.now_s, trainer.current_epoch
         self._reserve_at_s = self._saved_at_s + self._get_reserve_delay_s(trainer)
         resumed = trainer.run.checkpoint
-        newest, gone = trainer.processes.run_on_rank_zero(self._scan_folder)
+        newest, lost = trainer.processes.run_on_rank_zero(self._scan_folder)
         if not (newest is None or trainer.run.saves.keeps_directory or (resumed and resumed.path == newest)):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
@@ -209,8 +209,8 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
             trainer.processes.run_on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         is_over = resumed is not None and trainer.run.ending.limit_reached is not None
         if is_over and self.at_end and self.dirpath is not None:  # The checkpoint of this moment is saved below.
-            gone -= {self._locate_checkpoint(trainer)[0].name}
-        self.scores = {name: score for name, score in self.scores.items() if name not in gone}
+            lost -= {self._locate_checkpoint(trainer)[0].name}
+        self.scores = {name: score for name, score in self.scores.items() if name not in lost}
         if resumed is None or self._callbacks_of_run[-1:] != [self]:
             return
         for each in self._callbacks_of_run:  # All of them know their scores by now.
@@ -288,10 +288,10 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
     @property
     def state_key(self) -> str:
         """Class name with monitor and mode, and with `dirpath` if several callbacks have the same monitor."""
-        told_apart = (
+        distinguishing = (
             {"dirpath": str(self.given_dirpath)} if self._shares_monitor and self.given_dirpath is not None else {}
         )
-        return self._generate_state_key(monitor=self.monitor, mode=self.mode, **told_apart)
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode, **distinguishing)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scores of the checkpoints, if there is a monitor."""
@@ -314,11 +314,11 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         path, saved = self._locate_checkpoint(trainer)
         if not saved:
             chief = order_checkpoint_callbacks(self._find_callbacks_of_folder(path.parent))[0]
-            ranked, account = list(chief._rank_scores()), partial(self._finish_save, trainer, path)
+            ranked, on_save_end = list(chief._rank_scores()), partial(self._finish_save, trainer, path)
             info = {"best": ranked[0] if ranked else None, "ranked": ranked, "monitor": chief.monitor}
             info["finished"] = run.ending.limit_reached
             later = False if at_once else self.asynchronous
-            saves.save(path, info, asynchronous=later, moment=moment, on_save_end=account)
+            saves.save(path, info, asynchronous=later, moment=moment, on_save_end=on_save_end)
             level = logging.INFO if self.verbose else logging.DEBUG
             _log.log(level, "saving %s" if saves.path == path else "saved %s", path)
         elif saves.path is None or not is_same_path(saves.path, path):
@@ -346,8 +346,8 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         """Return the newest checkpoint in `dirpath`, and the names with a score that are removed or damaged."""
         if self.dirpath is None:
             return None, set(self.scores)
-        gone = find_lost_checkpoints(self.dirpath, self.scores, self._rank_scores(), max(1, self.save_top_k))
-        return find_newest_committed(self.dirpath), gone
+        lost = find_lost_checkpoints(self.dirpath, self.scores, self._rank_scores(), max(1, self.save_top_k))
+        return find_newest_committed(self.dirpath), lost
 
     def _prune(self, trainer: CallbackTrainer, newest: PurePath) -> None:
         """Remove checkpoints that no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
@@ -357,10 +357,10 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
 
     def _finish_save(self, trainer: CallbackTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """Update the scores after a save, notify loggers if it is complete, and return the checkpoints to remove."""
-        doomed = self._find_removable(trainer, newest, committed=committed)
+        removable = self._find_removable(trainer, newest, committed=committed)
         for logger in trainer.run.records.loggers if committed else ():
             logger.after_save_checkpoint(self)
-        return doomed
+        return removable
 
     def _find_removable(self, trainer: CallbackTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """Return the checkpoints to remove now that the newest is committed, and drop their scores. Collective."""
@@ -375,11 +375,11 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
             kept = {newest}.union(*(saver._select_kept(complete) for saver in sharing))
             return [path for path in found if path not in kept]
 
-        doomed = trainer.processes.run_on_rank_zero(find) if committed else []
-        for path in doomed if committed else [newest]:
+        removable = trainer.processes.run_on_rank_zero(find) if committed else []
+        for path in removable if committed else [newest]:
             for saver in sharing:
                 saver.scores.pop(path.name, None)
-        return doomed
+        return removable
 
     def _find_callbacks_of_folder(self, folder: PurePath) -> list[ModelCheckpoint]:
         """Return the `ModelCheckpoint` callbacks that save in a folder."""

@@ -127,14 +127,14 @@ def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
         First the model itself with the totals; then, in order of definition, its direct parameters and its modules.
         Modules without parameters that are or contain torchmetrics objects are omitted.
     """
-    own = [_make_row(name, "Parameter", [parameter]) for name, parameter in model.named_parameters(recurse=False)]
+    direct = [_make_row(name, "Parameter", [parameter]) for name, parameter in model.named_parameters(recurse=False)]
     modules = [
         _make_row(name, type(module).__name__, module.parameters())
         for name, module in model.named_modules()
         if name and (max_depth == -1 or name.count(".") < max_depth) and not _is_metric(module)
     ]
     total = _make_row("", type(model).__name__, model.parameters())
-    return Summary(model, [total, *own, *modules] if max_depth else [total])
+    return Summary(model, [total, *direct, *modules] if max_depth else [total])
 
 
 def _is_metric(module: nn.Module) -> bool:

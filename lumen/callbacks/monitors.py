@@ -107,9 +107,9 @@ class ThroughputMonitor(_SystemMonitor):
     | `data_wait_share` | share of the time spent waiting for the loader, 0 to 1 |
     | `flop_per_step`, `flop_per_s` | floating-point operations of forward and backward, with `measure_flops` |
     | `mfu` | share of the device's dense peak in the precision of the run, 0 to 1, if the peak is known |
-    | `measure_memory_mb` | 10^6 bytes: on CUDA the peak of allocated tensors, otherwise the RAM of the process |
+    | `memory_mb` | 10^6 bytes: on CUDA the peak of allocated tensors, otherwise the RAM of the process |
 
-    Counts are sums over all processes; `data_wait_share` and `measure_memory_mb` are measured in the first process.
+    Counts are sums over all processes; `data_wait_share` and `memory_mb` are measured in the first process.
 
     Operations are counted once, during the normal training of the first micro-batch: matrix products, convolutions and
     attention, including recomputed operations. Afterwards each sample is assumed to cost the same.

@@ -93,28 +93,28 @@ class OnExceptionCheckpoint(Callback):
         validates = now.validation_due and not trainer.run.log.in_train_step
         untouched = validates or _get_counters(now) == _get_counters(self._boundary)
         try:
-            self._save(trainer, exact=untouched, may_be_there=untouched or not counted)
+            self._save(trainer, exact=untouched, may_exist=untouched or not counted)
         finally:
             trainer.progress.copy_from(now)
 
     def teardown(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Remove the hooks."""
-        for watch in self._hook_handles:
-            watch.remove()
+        for handle in self._hook_handles:
+            handle.remove()
         self._hook_handles = []
 
-    def _save(self, trainer: CallbackTrainer, *, exact: bool, may_be_there: bool) -> None:
+    def _save(self, trainer: CallbackTrainer, *, exact: bool, may_exist: bool) -> None:
         saver = trainer.checkpoint_callback
-        own = trainer.run_directory and trainer.run_directory / "checkpoints" if saver is None else saver.dirpath
-        if own is None or trainer.global_step == 0:
+        folder = trainer.run_directory and trainer.run_directory / "checkpoints" if saver is None else saver.dirpath
+        if folder is None or trainer.global_step == 0:
             return
         trainer.run.saves.finish_save()
-        path, saved = locate_checkpoint(trainer, own)
-        if not (saved and may_be_there):
+        path, saved = locate_checkpoint(trainer, folder)
+        if not (saved and may_exist):
             if not exact or self.dirpath is not None:
                 name = f"exception-step-{trainer.global_step:08d}"
                 names = (name if number == 0 else f"{name}-{number}" for number in count())
-                path = next(free for each in names if not path_exists(free := (self.dirpath or own) / each))
+                path = next(free for each in names if not path_exists(free := (self.dirpath or folder) / each))
             if exact and self.dirpath is None and saver is not None:
                 saver.save(trainer, at_once=True)
             else:

@@ -62,11 +62,11 @@ class ParameterAverage(Callback, ABC):
         """Remove the average of an earlier `fit`."""
         if stage != "fit":
             return
-        kept = [type(each).__name__ for each in trainer.callbacks if isinstance(each, ParameterAverage)]
-        if len(kept) > 1:
+        averages = [type(each).__name__ for each in trainer.callbacks if isinstance(each, ParameterAverage)]
+        if len(averages) > 1:
             raise ConfigError(
-                f"callbacks: {' and '.join(kept)} each put an average in the place of the parameters, and validations "
-                "and checkpoints have room for one. Keep one of them."
+                f"callbacks: {' and '.join(averages)} each put an average in the place of the parameters, and "
+                "validations and checkpoints have room for one. Keep one of them."
             )
         self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
 

@@ -252,8 +252,8 @@ class PredictionWriter(BasePredictionWriter):
         tensors = {key: tensor.contiguous().clone() for key, tensor in named.items()}
         if indices is not None:
             tensors["index"] = torch.tensor(indices)
-        with replace_file(self.directory / name) as beside:
-            save_file(tensors, beside)
+        with replace_file(self.directory / name) as draft:
+            save_file(tensors, draft)
 
 
 def _name_tensors(prediction: Any) -> dict[str, torch.Tensor]:

@@ -131,31 +131,31 @@ class SpikeDetection(Callback):
     def _handle_spike(self, trainer: CallbackTrainer, value: float, mean: float) -> None:
         self.spikes += 1
         self._in_a_row += 1
-        said = f"{self.monitor} {value:g}, the mean of the last {len(self._values)} is {mean:g}"
+        description = f"{self.monitor} {value:g}, the mean of the last {len(self._values)} is {mean:g}"
         if self.action == "rollback" and not trainer.fast_dev_run:
-            self._roll_back(trainer, said)
+            self._roll_back(trainer, description)
             return
         if self._in_a_row > self.max_in_a_row:
             raise TrainingError(
                 f"SpikeDetection: {self._in_a_row} updates in a row after step {trainer.global_step} are spikes: "
-                f"{said}. Training does not come back by itself: lower the learning rate, go on from an earlier "
+                f"{description}. Training does not come back by itself: lower the learning rate, go on from an earlier "
                 "checkpoint, or make atol, rtol or max_in_a_row larger."
             )
         self._should_stop = self.action == "stop"
         _log.warning(
             "spike: %s: the update after step %d is %s",
-            said, trainer.global_step, "not made, and the run stops" if self._should_stop else "skipped",
+            description, trainer.global_step, "not made, and the run stops" if self._should_stop else "skipped",
         )  # fmt: skip
         trainer.skip_update()
 
-    def _roll_back(self, trainer: CallbackTrainer, said: str) -> None:
+    def _roll_back(self, trainer: CallbackTrainer, description: str) -> None:
         if len(trainer.progress.left_out) == self.max_rollbacks:
             raise TrainingError(
                 f"SpikeDetection: the run went back {self.max_rollbacks} times already, and after step "
-                f"{trainer.global_step} there is one more spike: {said}. Lower the learning rate, leave out more steps "
-                "(before, after), or make atol, rtol or max_rollbacks larger."
+                f"{trainer.global_step} there is one more spike: {description}. Lower the learning rate, leave out "
+                "more steps (before, after), or make atol, rtol or max_rollbacks larger."
             )
-        _log.warning("spike: %s: the update after step %d is not made", said, trainer.global_step)
+        _log.warning("spike: %s: the update after step %d is not made", description, trainer.global_step)
         trainer.roll_back(self.before, self.after)
 
     def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:

@@ -115,8 +115,8 @@ class Timer(Callback):
         """Set `trainer.should_stop` if the time is used up. Return True if this call has set it."""
         progress = trainer.progress
         self._trained_s = progress.elapsed_s
-        asked = self.interval == "step" or not progress.in_epoch
-        if not (asked and self._is_time_used_up()) or trainer.should_stop:
+        may_stop = self.interval == "step" or not progress.in_epoch
+        if not (may_stop and self._is_time_used_up()) or trainer.should_stop:
             return False
         _log.info("Timer: the %g s of training are used up (%.1f s)", self._duration_s, self._trained_s)
         trainer.should_stop = self._has_stopped = True
