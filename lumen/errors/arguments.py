@@ -45,28 +45,28 @@ def check_arguments(constructor: Callable[Concatenate[S, P], None]) -> Callable[
         ConfigError: An argument is wrong; raised by the constructor, before its body runs.
     """
     signature = inspect.signature(constructor)
-    takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+    has_kwargs = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
 
     @wraps(constructor)
     def checking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        kind, asks_for_none = type(self), getattr(type(self), "NONE_IS_DEFAULT", False)
+        kind, none_is_default = type(self), getattr(type(self), "NONE_IS_DEFAULT", False)
         by_name = cast("dict[str, Any]", kwargs)
         for name, value in list(by_name.items()):
-            if is_neutral_argument(kind, name, value) or (asks_for_none and _is_default(constructor, name, value)):
+            if is_neutral_argument(kind, name, value) or (none_is_default and _is_default(constructor, name, value)):
                 del by_name[name]
-            elif name not in signature.parameters and not (takes_more and name not in getattr(kind, "INSTEAD", {})):
+            elif name not in signature.parameters and not (has_kwargs and name not in getattr(kind, "INSTEAD", {})):
                 raise ConfigError(_describe_unknown(kind, name, list(signature.parameters)[1:]))
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
             hint = getattr(kind, "INSTEAD", {}).get("*") or f"See help(lumen.{kind.__name__})."
             raise ConfigError(f"{kind.__name__}: {error}. {hint}") from None
-        given = bound.arguments
+        values = bound.arguments
         for name, hint in _get_hints(constructor).items():
-            if name in given and not _matches_hint(given[name], hint):
-                if not _matches_hint(plain := _as_builtin(given[name]), hint):
-                    raise ConfigError(f"{kind.__name__}: {name}: {_describe_expected(hint, given[name])}")
-                given[name] = plain
+            if name in values and not _matches_hint(values[name], hint):
+                if not _matches_hint(converted := _as_builtin(values[name]), hint):
+                    raise ConfigError(f"{kind.__name__}: {name}: {_describe_expected(hint, values[name])}")
+                values[name] = converted
         constructor(*bound.args, **bound.kwargs)
 
     return checking
@@ -197,7 +197,7 @@ def _describe_expected(hint: Any, found: Any) -> str:
         return f"expected {expected}, found the class {classes[0]} in a list. Make one: {classes[0]}(...)."
     known, texts = _list_choices(hint), found if isinstance(found, list | tuple) else [found]
     unknown = (each for each in texts if isinstance(each, str) and each not in known)
-    close = [near for each in unknown for near in difflib.get_close_matches(each.lower(), known, n=1)]
+    close = [match for each in unknown for match in difflib.get_close_matches(each.lower(), known, n=1)]
     return f"expected {expected}, found {found!r}.{f' Did you mean {close[0]}?' if close else ''}"
 
 

@@ -99,14 +99,14 @@ INSTEAD_IN_SAVE = {
     "weights_only": "A checkpoint is always whole; its weights are in model/, which init_from reads.",
 }
 
-_HOME = "The run directory is the trainer's: {}, and every logger of the run writes there."
+_RUN_DIRECTORY = "The run directory is the trainer's: {}, and every logger of the run writes there."
 
 #: Replacements for arguments of loggers that write files; "*": positional arguments.
 INSTEAD_IN_LOGGERS = {
-    "*": _HOME.format("Trainer(default_root_dir=..., name=...)"),
-    "name": _HOME.format("Trainer(name=...)"),
+    "*": _RUN_DIRECTORY.format("Trainer(default_root_dir=..., name=...)"),
+    "name": _RUN_DIRECTORY.format("Trainer(name=...)"),
     "prefix": "Leave it out: names are as they are logged.",
-    "save_dir": _HOME.format("Trainer(default_root_dir=...)"),
+    "save_dir": _RUN_DIRECTORY.format("Trainer(default_root_dir=...)"),
     "version": "Leave it out: a second run of a name gets a directory NAME-2.",
 }
 NEUTRAL_IN_LOGGERS: Mapping[str, tuple[Any, ...]] = {
@@ -159,17 +159,17 @@ RENAMED = {
     "WeightAveraging": "lumen.EMA",
 }
 
-_OWN_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
+_CUSTOM_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
 #: Lightning's classes without a counterpart, with their replacements.
 INSTEAD_OF_CLASSES = {
     "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background where it pays.",
-    "CometLogger": _OWN_LOGGER,
+    "CometLogger": _CUSTOM_LOGGER,
     "DeepSpeedStrategy": "Use lumen.FSDP.",
     "LightningEnvironment": "Leave it out: the environment of the processes is found.",
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
     "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/guides/smaller-models.md.",
-    "NeptuneLogger": _OWN_LOGGER,
+    "NeptuneLogger": _CUSTOM_LOGGER,
     "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
     "docs/guides/smaller-models.md.",
     "SLURMEnvironment": "Leave it out: SLURM is found by its variables; SIGUSR1 saves and exits with 75, to requeue.",
@@ -194,18 +194,18 @@ ATTRIBUTES_OF_CHECKPOINTS = {
     "to_yaml": "best_k_models is a dictionary: write it as you like.",
 }
 
-_OF_WANDB = "Write logger.experiment.log({{key: wandb.{}, 'trainer/global_step': self.global_step}}) in fit."
+_WANDB_CALL = "Write logger.experiment.log({{key: wandb.{}, 'trainer/global_step': self.global_step}}) in fit."
 #: Attributes of Lightning's `WandbLogger` that Lumen's lacks.
 ATTRIBUTES_OF_WANDB = {
     "download_artifact": "Call wandb.Api().artifact(name).download().",
-    "log_audio": _OF_WANDB.format("Audio(audio)"),
-    "log_table": _OF_WANDB.format("Table(columns=columns, data=data)"),
-    "log_video": _OF_WANDB.format("Video(video)"),
+    "log_audio": _WANDB_CALL.format("Audio(audio)"),
+    "log_table": _WANDB_CALL.format("Table(columns=columns, data=data)"),
+    "log_video": _WANDB_CALL.format("Video(video)"),
     "use_artifact": "Call logger.experiment.use_artifact(name).",
 }
 
 _COUNTS = "Read trainer.progress for counts, and trainer.plan for limits."
-_TRAINED = "self.log it, and read trainer.callback_metrics."
+_LOGGED = "self.log it, and read trainer.callback_metrics."
 
 #: Attributes of Lightning's `Trainer`, of any version, that Lumen's lacks.
 ATTRIBUTES = {
@@ -229,7 +229,7 @@ ATTRIBUTES = {
     "gpus": "Read trainer.num_devices.",
     "init_module": "Build the layers in configure_model.",
     "lightning_optimizers": "Read trainer.optimizers.",
-    "logger_connector": _TRAINED,
+    "logger_connector": _LOGGED,
     "lr_schedulers": "Read trainer.lr_scheduler_configs, each of which has a scheduler.",
     "max_time": "Read trainer.plan.max_time_s.",
     "num_gpus": "Read trainer.num_devices.",
