@@ -23,7 +23,7 @@ from lumen.internals.tensors import get_direct_buffers
 from lumen.metrics.torchmetrics_states import copy_metric_states, restore_metrics
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
-from lumen.task.steps import read_output, without_gradient
+from lumen.task.steps import read_output, make_no_gradient_error
 
 
 def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
@@ -119,7 +119,7 @@ def run_backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: Los
         TrainingError: The loss requires no gradient, or its backward was called before.
     """
     if not loss.requires_grad:
-        raise without_gradient(run.task)
+        raise make_no_gradient_error(run.task)
     if weighting.needs_guess:
         # This process has no weight yet, but the first guess is a collective that all processes must call.
         weighting.set_first_guess(None)

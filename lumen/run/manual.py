@@ -23,7 +23,7 @@ from lumen.run.plan import Plan, format_by_epoch
 from lumen.run.step_context import StepContext
 from lumen.strategies import Strategy
 from lumen.task.hooks import Hooks, is_overridden
-from lumen.task.steps import without_gradient
+from lumen.task.steps import make_no_gradient_error
 from lumen.task.task_module import TaskModule
 
 
@@ -190,7 +190,7 @@ class ManualOptimization:
             NonFiniteLoss: The loss is NaN or infinite.
         """
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-            raise without_gradient(self._task)
+            raise make_no_gradient_error(self._task)
         for each in self.handles if self._toggled is None else [self._toggled]:
             each.is_registered = each.is_open = True
             each.has_weight |= self._has_weight

@@ -15,7 +15,7 @@ from lumen.run.configure_optimizers import check_parameters_held, guard_steps
 from lumen.run.gradients import clip_grad_norm, clip_grad_value, list_parameters, scale_gradients
 from lumen.run.manual import ManualOptimization
 from lumen.run.scheduler_config import SchedulerConfig
-from lumen.task.hooks import OWN_STEPS, is_overridden
+from lumen.task.hooks import OPTIMIZATION_METHODS, is_overridden
 from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Teacher
 
@@ -81,7 +81,7 @@ class Optimization:
             self.manual = make_manual(self.optimizers)
             return
         self.needs_closure = needs_closure(optimizer)
-        self.overridden_hooks = frozenset(name for name in OWN_STEPS if is_overridden(task, name))
+        self.overridden_hooks = frozenset(name for name in OPTIMIZATION_METHODS if is_overridden(task, name))
         self.backward = task.backward if "backward" in self.overridden_hooks else None
         if "lr_scheduler_step" in self.overridden_hooks:
             for config in schedulers:

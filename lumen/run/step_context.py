@@ -23,7 +23,7 @@ from lumen.strategies import Strategy
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import fit_to_signature, is_overridden
-from lumen.task.steps import step_arguments
+from lumen.task.steps import make_argument_picker
 from lumen.task.task_module import TaskModule
 
 
@@ -306,7 +306,7 @@ def _make_argument_pickers(task: TaskModule, several: dict[str, bool]) -> dict[s
     """
     steps = {step: getattr(task, step) for step in ("training_step", "validation_step", "test_step", "predict_step")}
     return {
-        step: step_arguments(each, several=several.get(step, False)) for step, each in steps.items() if each is not None
+        step: make_argument_picker(each, several=several.get(step, False)) for step, each in steps.items() if each is not None
     }
 
 

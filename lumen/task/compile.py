@@ -48,22 +48,22 @@ class Compilation(AbstractContextManager["Compilation"]):
 
     def __init__(self, setting: bool | str | list[str] | dict[str, Any] | None) -> None:
         self.setting = setting or False
-        self._on = setting is not None and setting is not False
-        given = dict(setting) if isinstance(setting, Mapping) else {}
-        blocks = given.pop("blocks", None) if isinstance(setting, (bool, Mapping, type(None))) else setting
+        self._is_enabled = setting is not None and setting is not False
+        options = dict(setting) if isinstance(setting, Mapping) else {}
+        blocks = options.pop("blocks", None) if isinstance(setting, (bool, Mapping, type(None))) else setting
         self._blocks: list[str] = [blocks] if isinstance(blocks, str) else list(blocks or ())
-        if unknown := set(given) - set(_OPTIONS):
+        if unknown := set(options) - set(_OPTIONS):
             raise ConfigError(
                 f"compile: unknown option {', '.join(sorted(unknown))}; there are blocks, {', '.join(_OPTIONS)}."
             )
-        self._options = {"dynamic": False} | given
+        self._options = {"dynamic": False} | options
         self._compiled: list[nn.Module] = []
-        self._during = ExitStack()
+        self._patches = ExitStack()
 
     def replays_graphs(self, device: torch.device) -> bool:
         """Return True if compiled code is replayed as CUDA graphs, so that the next replay overwrites its outputs."""
-        asked = self._options.get("mode") in _GRAPH_MODES or (self._options.get("options") or {}).get(_GRAPHS)
-        return self._on and device.type == "cuda" and bool(asked)
+        uses_graphs = self._options.get("mode") in _GRAPH_MODES or (self._options.get("options") or {}).get(_GRAPHS)
+        return self._is_enabled and device.type == "cuda" and bool(uses_graphs)
 
     def check_graphs(self, device: torch.device, *, shards: bool, accumulates: bool) -> None:
         """Raise an error if CUDA graphs cannot be replayed; do nothing without CUDA graphs.
@@ -95,7 +95,7 @@ class Compilation(AbstractContextManager["Compilation"]):
         Raises:
             ConfigError: No module has such a class, no module can be compiled, or torch refuses an option.
         """
-        if not self._on:
+        if not self._is_enabled:
             return
         check_compile_names()
         self._list_targets(task)
@@ -111,7 +111,7 @@ class Compilation(AbstractContextManager["Compilation"]):
             ConfigError: The task cannot be compiled; see `check_task`.
         """
         self.check_task(task)
-        for module in self._list_targets(task) if self._on else ():
+        for module in self._list_targets(task) if self._is_enabled else ():
             if not is_compiled(module):
                 _compile_module(module, self._options)
                 self._compiled.append(module)
@@ -135,23 +135,23 @@ class Compilation(AbstractContextManager["Compilation"]):
         return targets
 
     def __enter__(self) -> Compilation:
-        if self._on:
-            self._during.enter_context(limit_versions(_VERSIONS))
+        if self._is_enabled:
+            self._patches.enter_context(limit_versions(_VERSIONS))
             # The compiler would follow a call of `log` into Lumen, and recompile that code in each step.
             for name in _EXCLUDED_METHODS:
                 disabled = torch.compiler.disable(vars(TaskModule)[name])  # type: ignore[no-untyped-call]
-                self._during.enter_context(replaced_attribute(TaskModule, name, disabled))
+                self._patches.enter_context(replaced_attribute(TaskModule, name, disabled))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._during.__exit__(kind, error, trace)
+        self._patches.__exit__(kind, error, trace)
         if self._compiled:
             torch.compiler.reset()  # versions are counted per code, which the next run's task shares
         while self._compiled:
             uncompile(self._compiled.pop())
-        if self._on:
+        if self._is_enabled:
             _explain_compile_error(error)
 
 
@@ -176,9 +176,9 @@ def _compile_module(module: nn.Module, options: Mapping[str, Any]) -> None:
 
 def _explain_compile_error(error: BaseException | None) -> None:
     """Raise a clear error for an error of torch.compile; return for any other error."""
-    if error is None or (about := classify_compiler_error(error)) is None:
+    if error is None or (topic := classify_compiler_error(error)) is None:
         return
-    if about == "versions":
+    if topic == "versions":
         raise ConfigError(
             f"compile: one module needed more than {_VERSIONS} compiled versions, one for each shape it met and each "
             "value of a number it read; torch's warning says which. Pad the batches to few shapes, or set compile: "

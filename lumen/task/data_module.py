@@ -101,14 +101,14 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
             options: Arguments of the class.
         """
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
-        taken = inspect.signature(cls).parameters
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-        made = cls(**{name: size for name, size in sizes.items() if takes_all or name in taken}, **options)
+        parameters = inspect.signature(cls).parameters
+        has_kwargs = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        data = cls(**{name: size for name, size in sizes.items() if has_kwargs or name in parameters}, **options)
         datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for stage, dataset in datasets.items():
             if dataset is not None:
-                setattr(made, f"{stage}_dataloader", partial(_make_loaders, dataset, shuffle=stage == "train", **sizes))
-        return made
+                setattr(data, f"{stage}_dataloader", partial(_make_loaders, dataset, shuffle=stage == "train", **sizes))
+        return data
 
     @classmethod
     def load_from_checkpoint(
@@ -187,6 +187,6 @@ def _describe_loader(loader: Any) -> str:
     if isinstance(loader, (list, tuple)):
         return "; ".join(map(_describe_loader, loader))
     dataset = getattr(loader, "dataset", loader)
-    many = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else f"a {type(dataset).__name__} without a length"
+    text = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else f"a {type(dataset).__name__} without a length"
     size = getattr(loader, "batch_size", None)
-    return many if size is None else f"{many} in batches of {size}"
+    return text if size is None else f"{text} in batches of {size}"

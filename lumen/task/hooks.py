@@ -20,7 +20,7 @@ HOOKS = tuple(name for name in vars(ModelHooks) if not name.startswith("_") and 
 #: Hooks around an evaluation that only the task has, and that set the modes of its modules.
 MODE_HOOKS = tuple(name for name in vars(ModelHooks) if "model_" in name)
 #: Parts of a step of automatic optimization that a task may override.
-OWN_STEPS = (
+OPTIMIZATION_METHODS = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients",
     "lr_scheduler_step",
 )  # fmt: skip
@@ -28,7 +28,7 @@ OWN_STEPS = (
 _EPOCH_END = "Keep what the steps compute in a list of your own and read it in {}; means are self.log's business."
 _BEFORE_TRAINING = "Write on_fit_start or on_train_start."
 _EVERY_EPOCH = "Write {0} for each stage: on_train_{1}, on_validation_{1}, on_test_{1}."
-_EITHER = {
+_SHARED_HOOKS = {
     "on_epoch_start": _EVERY_EPOCH.format("on_*_epoch_start", "epoch_start"),
     "on_epoch_end": _EVERY_EPOCH.format("on_*_epoch_end", "epoch_end"),
     "on_batch_start": "Write on_train_batch_start(batch, batch_idx).",
@@ -40,7 +40,7 @@ _DATALOADER_HOOKS = {f"on_{loader}": f"Do it in {loader}." for loader in LOADERS
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Methods that were hooks in some version of Lightning 1 or 2, by owner, with their replacements.
 NOT_CALLED: Mapping[str, Mapping[str, str]] = {
-    "task": _EITHER | _DATALOADER_HOOKS | {
+    "task": _SHARED_HOOKS | _DATALOADER_HOOKS | {
         "configure_sharded_model": "Write configure_model.",
         **{f"{step}_end": f"Every process has its own batch: compute the loss in {step} itself." for step in _STEPS},
         "training_epoch_end": _EPOCH_END.format("on_train_epoch_end"),
@@ -63,7 +63,7 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
         "on_hpc_save": "Write state_dict.",
         "on_hpc_load": "Write load_state_dict.",
     },
-    "callback": _EITHER | {
+    "callback": _SHARED_HOOKS | {
         "on_init_start": "Write setup.",
         "on_init_end": "Write setup.",
         "on_before_accelerator_backend_setup": "Write setup.",
@@ -138,8 +138,8 @@ class Hooks:
 
 def is_overridden(thing: Any, method: str) -> bool:
     """Return True if a user's class or object overrides a method that does nothing in Lumen's base class."""
-    own = vars(thing)
-    found = own[method] if method in own else getattr(type(thing), method, None)  # None: turned off
+    attributes = vars(thing)
+    found = attributes[method] if method in attributes else getattr(type(thing), method, None)  # None: turned off
     return callable(found) and not str(found.__module__).startswith(_BASES)
 
 
@@ -197,13 +197,13 @@ def check_loaders(where: str, loaders: Any) -> None:
         raise ConfigError(f"{where}: found {describe_type(loaders)}. Make one: {loaders.__name__}(...).")
 
 
-def check_training(task: Any, data: Any, *, optimizer_given: bool) -> None:
+def check_training(task: Any, data: Any, *, has_optimizer: bool) -> None:
     """Check that the object is a task, and that it defines the methods that training calls.
 
     Args:
         task: The object that was given as the task.
         data: The object that was given as the data.
-        optimizer_given: True if the task needs no `configure_optimizers`.
+        has_optimizer: True if the task needs no `configure_optimizers`.
 
     Raises:
         ConfigError: The object is not a task, or a method is missing.
@@ -211,7 +211,7 @@ def check_training(task: Any, data: Any, *, optimizer_given: bool) -> None:
     check_task(task, data)
     if not is_overridden(task, "training_step"):
         task.training_step()  # the method of `TaskModule` raises the error
-    if not optimizer_given and not is_overridden(task, "configure_optimizers"):
+    if not has_optimizer and not is_overridden(task, "configure_optimizers"):
         task.configure_optimizers()
 
 
@@ -222,10 +222,10 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
         ConfigError: A class defines such methods; the message names the replacements.
     """
     for kind, owner in _iterate_owners(task, datamodule, callbacks):
-        if dead := [name for name in NOT_CALLED[kind] if _is_defined(owner, name)]:
-            said = "\n".join(f"  {name}: {NOT_CALLED[kind][name]}" for name in dead)
+        if uncalled := [name for name in NOT_CALLED[kind] if _is_defined(owner, name)]:
+            lines = "\n".join(f"  {name}: {NOT_CALLED[kind][name]}" for name in uncalled)
             raise ConfigError(
-                f"{type(owner).__name__} defines what Lumen does not call of a {kind}. Write instead:\n{said}"
+                f"{type(owner).__name__} defines what Lumen does not call of a {kind}. Write instead:\n{lines}"
             )
         for name in (*_CALLED[kind], *(_STEPS if kind == "task" else ())):
             _refuse_property(owner, name)
@@ -235,21 +235,21 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
     for name in _STEPS:
         if is_overridden(task, name):
             _refuse_generators(getattr(task, name))
-    for name in OWN_STEPS:
+    for name in OPTIMIZATION_METHODS:
         _refuse_property(task, name)
         if is_overridden(task, name):
-            _check_signature(task, name, 0, whole=True)
+            _check_signature(task, name, 0, requires_all=True)
 
 
 def describe_misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
     """Return a warning for each method that is never called and has nearly the name of a missing hook."""
     found = []
     for kind, owner in _iterate_owners(task, datamodule, callbacks):
-        lacking = [name for name in (*_CALLED[kind], *_ALSO_MEANT[kind]) if not is_overridden(owner, name)]
-        for name in _list_own_methods(owner, kind):
-            near = difflib.get_close_matches(name, lacking, n=1, cutoff=_MIN_SIMILARITY)
-            if near and name[-1].isalpha():  # a name such as `train_dataloader_` is intended
-                found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {near[0]}?")
+        undefined = [name for name in (*_CALLED[kind], *_ALSO_MEANT[kind]) if not is_overridden(owner, name)]
+        for name in _list_added_methods(owner, kind):
+            matches = difflib.get_close_matches(name, undefined, n=1, cutoff=_MIN_SIMILARITY)
+            if matches and name[-1].isalpha():  # a name such as `train_dataloader_` is intended
+                found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {matches[0]}?")
     return found
 
 
@@ -290,17 +290,17 @@ def _is_foreign(kind: type) -> bool:
     return _is_lumen_class(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
 
 
-def _list_own_methods(owner: Any, kind: str) -> list[str]:
+def _list_added_methods(owner: Any, kind: str) -> list[str]:
     """Return names of methods that a user's classes add, without methods of mixins and overrides."""
-    own: dict[str, Any] = {}
-    others = set(NOT_CALLED[kind])
+    added: dict[str, Any] = {}
+    excluded = set(NOT_CALLED[kind])
     for each in type(owner).__mro__:
         if not _is_foreign(each) and any(map(_is_lumen_class, each.__mro__)):
-            own.update(vars(each))
+            added.update(vars(each))
         else:
-            others.update(vars(each))
-    methods = (name for name, value in own.items() if inspect.isfunction(value))
-    return [name for name in methods if name not in others and not name.startswith("_")]
+            excluded.update(vars(each))
+    methods = (name for name, value in added.items() if inspect.isfunction(value))
+    return [name for name in methods if name not in excluded and not name.startswith("_")]
 
 
 def _refuse_property(owner: Any, name: str) -> None:
@@ -310,13 +310,13 @@ def _refuse_property(owner: Any, name: str) -> None:
         raise ConfigError(f"{type(owner).__name__}.{name} is a property, but a hook is a method. Leave @property out.")
 
 
-def _check_signature(owner: Any, name: str, before: int, *, whole: bool = False) -> None:
+def _check_signature(owner: Any, name: str, leading: int, *, requires_all: bool = False) -> None:
     """Raise an error before the run for a hook that does not accept its arguments."""
-    hook, arguments = getattr(owner, name), _list_arguments(name, before)
-    taken = _count_accepted(hook, arguments)
-    if taken is None or (whole and taken < len(arguments)):
-        last = "" if whole or not arguments else "; the last of them may be left out"
-        raise ConfigError(f"{as_defined(hook)}: it is called with ({', '.join(arguments)}){last}.")
+    hook, arguments = getattr(owner, name), _list_arguments(name, leading)
+    accepted = _count_accepted(hook, arguments)
+    if accepted is None or (requires_all and accepted < len(arguments)):
+        optional = "" if requires_all or not arguments else "; the last of them may be left out"
+        raise ConfigError(f"{as_defined(hook)}: it is called with ({', '.join(arguments)}){optional}.")
     if name in HOOKS or name in MODE_HOOKS or name == "configure_callbacks":
         _refuse_generators(hook)
 
@@ -371,8 +371,8 @@ def fit_to_signature(owner: Any, name: str, before: int = 0) -> Callable[..., An
         before: Number of leading arguments from (trainer, task).
     """
     hook, arguments = getattr(owner, name), _list_arguments(name, before)
-    taken = _count_accepted(hook, arguments)
-    return hook if taken is None or taken == len(arguments) else _TruncatedCall(hook, taken)
+    accepted = _count_accepted(hook, arguments)
+    return hook if accepted is None or accepted == len(arguments) else _TruncatedCall(hook, accepted)
 
 
 @final
@@ -384,36 +384,38 @@ class _TruncatedCall:
         taken: The number of arguments that it accepts.
     """
 
-    def __init__(self, hook: Callable[..., Any], taken: int) -> None:
-        self._hook, self._taken, self.__self__ = hook, taken, getattr(hook, "__self__", hook)
+    def __init__(self, hook: Callable[..., Any], accepted: int) -> None:
+        self._hook, self._taken, self.__self__ = hook, accepted, getattr(hook, "__self__", hook)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the hook and return its result."""
         return self._hook(*arguments[: self._taken])
 
 
-def mentioned_in(task: TaskModule, stage: str, text: str) -> list[str]:
+def find_methods_mentioning(task: TaskModule, stage: str, text: str) -> list[str]:
     """Return the task's methods for "test" or "predict" whose code contains a string, such as a logged name."""
     names = [f"{stage}_step", *(name for name in dir(TaskModule) if name.startswith(f"on_{stage}_"))]
     codes = {name: getattr(getattr(type(task), name, None), "__code__", None) for name in names}
-    return [name for name, code in codes.items() if code is not None and text in texts_in(code)]
+    return [name for name, code in codes.items() if code is not None and text in iterate_texts(code)]
 
 
-def texts_in(code: CodeType) -> Iterator[str]:
+def iterate_texts(code: CodeType) -> Iterator[str]:
     """Yield the string constants in code, including nested functions."""
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, CodeType):
-            yield from texts_in(constant)
+            yield from iterate_texts(constant)
         elif isinstance(constant, (tuple, frozenset)):  # keys of a dictionary, or operands of `in`
             yield from (each for each in constant if isinstance(each, str))
 
 
-def texts_of(owners: Iterable[Any]) -> set[str]:
+def collect_texts(owners: Iterable[Any]) -> set[str]:
     """Return the strings in the code of the objects' classes, except for classes of Lumen and torch."""
     kinds = {kind for owner in owners for kind in type(owner).__mro__}
-    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lumen", "torch", "builtins", "abc")]
-    methods = (getattr(value, "__func__", value) for kind in own for value in vars(kind).values())
+    user_kinds = [
+        kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lumen", "torch", "builtins", "abc")
+    ]
+    methods = (getattr(value, "__func__", value) for kind in user_kinds for value in vars(kind).values())
     codes = (getattr(method, "__code__", None) for method in methods)
-    return {text for code in codes if code is not None for text in texts_in(code)}
+    return {text for code in codes if code is not None for text in iterate_texts(code)}

@@ -72,8 +72,8 @@ class HasHyperparameters:
         Raises:
             ConfigError: `__init__` has no such argument, or the given object has no named entries.
         """
-        own = inspect.currentframe()
-        collected = _find_constructor_arguments(self, frame or (own.f_back if own else None))
+        present_frame = inspect.currentframe()
+        collected = _find_constructor_arguments(self, frame or (present_frame.f_back if present_frame else None))
         ignored = self.__dict__.setdefault("hparams_ignored", set[str]())
         ignored |= {ignore} if isinstance(ignore, str) else set(ignore or ())
         if names and not isinstance(names[0], str):
@@ -93,7 +93,7 @@ class HasHyperparameters:
         self.__dict__["hparams_as_saved"] = dict(self.hparams)
 
     @classmethod
-    def _build_from_checkpoint(cls, checkpoint_path: str | PurePath, hparams_file: None, **how: Any) -> Self:
+    def _build_from_checkpoint(cls, checkpoint_path: str | PurePath, hparams_file: None, **options: Any) -> Self:
         """Build an object of the class from a checkpoint, with the options of `load_from_checkpoint`.
 
         Raises:
@@ -109,7 +109,7 @@ class HasHyperparameters:
             build_from_checkpoint,  # imported here: checkpoints are a layer above
         )
 
-        return build_from_checkpoint(cls, checkpoint_path, **how)  # type: ignore[type-var]  # a task or a data module
+        return build_from_checkpoint(cls, checkpoint_path, **options)  # type: ignore[type-var]  # a task or a data module
 
 
 def get_recorded_hparams(owner: HasHyperparameters) -> dict[str, Any]:

@@ -49,76 +49,76 @@ _ADVICE = (
 
 @final
 @dataclass(eq=False)
-class Built:
+class MetaParameter:
     """Parameter that was built on the meta device, with the operations that initialized it.
 
     Attributes:
         name: The parameter's first name in the task.
         dtype: The dtype in which it was built and is initialized.
-        made: Names of the operations that wrote it, in order.
-        fed: True if the last operation copied real data, which the meta device loses.
-        by_itself: True if initializers of modules, such as `reset_parameters`, made all operations.
-        value: An object that parameters share if their values are copies of each other.
-        casts: The dtypes to which the values were cast since `value` was set.
-        built: The list `made` after `configure_model`; None before.
-        loses: The value of `fed` after `configure_model`.
+        operations: Names of the operations that wrote it, in order.
+        copies_data: True if the last operation copied real data, which the meta device loses.
+        by_initialiser: True if initializers of modules, such as `reset_parameters`, made all operations.
+        value_id: An object that parameters share if their values are copies of each other.
+        casts: The dtypes to which the values were cast since `value_id` was set.
+        planned: The list `operations` after `configure_model`; None before.
+        loses_data: The value of `copies_data` after `configure_model`.
         places: The modules that hold it, with its name in each; several if it is tied.
         target: The parameter to fill: the built one, or its replacement by a strategy.
-        whole: The unsharded parameter, while modules that write it are initialized.
-        real: The parameter on the device with its values, or this process's shard; None before.
+        unsharded: The unsharded parameter, while modules that write it are initialized.
+        materialized: The parameter on the device with its values, or this process's shard; None before.
         has_gaps: True if operations have written no element, or not all elements.
         source: The parameter to copy values from, if it is a copy and `init_weights` treats both alike.
-        through: The dtypes to which the copied values of `source` are cast.
+        source_casts: The dtypes to which the copied values of `source` are cast.
     """
 
     name: str
     dtype: torch.dtype
-    made: list[str] = field(default_factory=list)
-    fed: bool = False
-    by_itself: bool = True
-    value: object = field(default_factory=object)
+    operations: list[str] = field(default_factory=list)
+    copies_data: bool = False
+    by_initialiser: bool = True
+    value_id: object = field(default_factory=object)
     casts: tuple[torch.dtype, ...] = ()
-    built: list[str] | None = None
-    loses: bool = False
+    planned: list[str] | None = None
+    loses_data: bool = False
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     target: Any = None
-    whole: nn.Parameter | None = None
-    real: nn.Parameter | None = None
+    unsharded: nn.Parameter | None = None
+    materialized: nn.Parameter | None = None
     has_gaps: bool = False
-    source: Built | None = None
-    through: tuple[torch.dtype, ...] = ()
+    source: MetaParameter | None = None
+    source_casts: tuple[torch.dtype, ...] = ()
 
-    def write(self, operation: str, *, by_itself: bool, fed: bool) -> None:
+    def record_write(self, operation: str, *, by_initialiser: bool, copies_data: bool) -> None:
         """Record an in-place operation, which has changed the values."""
-        self.made.append(operation)
-        self.by_itself, self.fed = self.by_itself and by_itself, fed
-        self.value, self.casts = object(), ()
+        self.operations.append(operation)
+        self.by_initialiser, self.copies_data = self.by_initialiser and by_initialiser, copies_data
+        self.value_id, self.casts = object(), ()
 
-    def take(self, source: Built) -> None:
+    def copy_values_from(self, source: MetaParameter) -> None:
         """Record a copy of the values of another parameter."""
-        self.made, self.by_itself, self.fed = [*source.made], source.by_itself, source.fed
-        self.value, self.casts = source.value, source.casts
+        self.operations, self.by_initialiser = [*source.operations], source.by_initialiser
+        self.copies_data, self.value_id, self.casts = source.copies_data, source.value_id, source.casts
         if self.dtype != source.dtype:
             self.casts = (*self.casts, self.dtype)
 
-    def forget(self) -> None:
+    def clear_operations(self) -> None:
         """Forget the recorded operations."""
-        self.made.clear()
-        self.by_itself = True
+        self.operations.clear()
+        self.by_initialiser = True
 
-    def blank(self, device: str) -> nn.Parameter:
+    def make_blank(self, device: str) -> nn.Parameter:
         """Return a parameter of this shape, filled with NaN, so that elements that are never written can be found."""
         fill = torch.nan if self.dtype.is_floating_point or self.dtype.is_complex else 0
         values = torch.full(self.target.shape, fill, dtype=self.dtype, device=device)
         return nn.Parameter(values, requires_grad=self.target.requires_grad)
 
-    def put(self, parameter: nn.Parameter) -> None:
+    def set_in_modules(self, parameter: nn.Parameter) -> None:
         """Set a parameter in all modules that hold it."""
         for module, key in self.places:
-            put(module, key, parameter)
+            set_parameter(module, key, parameter)
 
 
-def put(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
+def set_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
     """Set a parameter of a module, by its name in the module."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         get_direct_parameters(module)[key] = parameter
@@ -127,111 +127,115 @@ def put(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
 
 
 @final
-class Recorder(TorchDispatchMode):
+class InitRecorder(TorchDispatchMode):
     """Mode that records how parameters are initialized: by in-place operations, also through views, and by copies.
 
     Attributes:
         written: The parameters that were written since this set was emptied.
-        refused: Ids of storages that must not be written, with the name of the parameter, for the error.
+        protected: Ids of storages that must not be written, with the name of the parameter, for the error.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[Built] = set()
-        self.refused: dict[int, str] = {}
-        self._is_by_itself = False
-        self._known: dict[int, tuple[Built, _Layout, Any]] = {}  # keeps the storage, because its id could be reused
+        self.written: set[MetaParameter] = set()
+        self.protected: dict[int, str] = {}
+        self._in_initialiser = False
+        # The storage is kept, because its id could be reused.
+        self._tracked: dict[int, tuple[MetaParameter, _Layout, Any]] = {}
 
-    def know(self, tensor: torch.Tensor, parameter: Built) -> None:
+    def track(self, tensor: torch.Tensor, parameter: MetaParameter) -> None:
         """Record operations on a tensor as operations on a parameter."""
-        self._known[storage_of(tensor)] = parameter, _layout(tensor), get_local_tensor(tensor).untyped_storage()
+        storage = get_local_tensor(tensor).untyped_storage()
+        self._tracked[get_memory_id(tensor)] = parameter, _get_layout(tensor), storage
 
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Undo `know`, so that the tensor's memory can be freed."""
-        self._known.pop(storage_of(tensor), None)
+    def untrack(self, tensor: torch.Tensor) -> None:
+        """Undo `track`, so that the tensor's memory can be freed."""
+        self._tracked.pop(get_memory_id(tensor), None)
 
-    def find(self, tensor: torch.Tensor) -> Built | None:
+    def find_parameter(self, tensor: torch.Tensor) -> MetaParameter | None:
         """Return the parameter whose memory a tensor shares, wholly or in part, or None."""
-        return self._known.get(storage_of(tensor), (None,))[0]
+        return self._tracked.get(get_memory_id(tensor), (None,))[0]
 
-    def whole(self, tensor: torch.Tensor) -> Built | None:
+    def find_whole(self, tensor: torch.Tensor) -> MetaParameter | None:
         """Return the parameter if the tensor covers it in the same layout; None for other views and tensors."""
-        parameter, layout, _ = self._known.get(storage_of(tensor), (None, None, None))
-        return parameter if layout == _layout(tensor) else None
+        parameter, layout, _ = self._tracked.get(get_memory_id(tensor), (None, None, None))
+        return parameter if layout == _get_layout(tensor) else None
 
     @contextmanager
-    def own_initialiser(self, module: nn.Module) -> Iterator[None]:
+    def mark_initialiser(self, module: nn.Module) -> Iterator[None]:
         """Mark the writes of a module's own initializer within the context, regardless of its caller."""
         name = get_reset_name(module)
         reset = getattr(module, name, None)
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._is_by_itself = True
+        def marked_reset(*args: Any, **kwargs: Any) -> Any:
+            self._in_initialiser = True
             try:
                 return reset(*args, **kwargs)  # type: ignore[misc]
             finally:
-                self._is_by_itself = False
+                self._in_initialiser = False
 
-        with nullcontext() if reset is None else replaced_attribute(module, name, noted):
+        with nullcontext() if reset is None else replaced_attribute(module, name, marked_reset):
             yield
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operation, given = get_schema(function).name.removeprefix("aten::"), [*args, *kwargs.values()]
+        operation, arguments = get_schema(function).name.removeprefix("aten::"), [*args, *kwargs.values()]
         pairs = zip(get_schema(function).arguments, args, strict=False)
         written = [tensor for argument, value in pairs if argument.is_write for tensor in iterate_tensors(value)]
         for tensor in written:
-            if holder := self.refused.get(storage_of(tensor)):
+            if name := self.protected.get(get_memory_id(tensor)):
                 raise ConfigError(
-                    f"init_weights writes {holder} by {operation}, which has its values already. Let it write "
+                    f"init_weights writes {name} by {operation}, which has its values already. Let it write "
                     "parameters of the module that it is given, and of the modules in that one."
                 )
         result = function(*args, **kwargs)
         if written:
             sources = [*iterate_tensors(args[1:2])] if is_copy_in_place(operation) else []
-            self._note_writes(operation, written, sources, given)
+            self._record_writes(operation, written, sources, arguments)
         else:
-            self._note_results(operation, result, given)
+            self._record_results(operation, result, arguments)
         return result
 
-    def _note_writes(self, operation: str, written: list[Any], sources: list[Any], given: list[Any]) -> None:
-        description = f"{operation}({_numbers(given)})"
-        fed = any(not each.is_meta and each.numel() > 1 for each in iterate_tensors(given))
+    def _record_writes(self, operation: str, written: list[Any], sources: list[Any], arguments: list[Any]) -> None:
+        description = f"{operation}({_format_numbers(arguments)})"
+        copies_data = any(not each.is_meta and each.numel() > 1 for each in iterate_tensors(arguments))
         for number, tensor in enumerate(written):
-            if parameter := self.find(tensor):
-                source = self.whole(sources[number]) if len(sources) == len(written) else None
-                if source is not None and parameter is self.whole(tensor) and sources[number].shape == tensor.shape:
-                    parameter.take(source)
+            if parameter := self.find_parameter(tensor):
+                source = self.find_whole(sources[number]) if len(sources) == len(written) else None
+                is_whole = parameter is self.find_whole(tensor)
+                if source is not None and is_whole and sources[number].shape == tensor.shape:
+                    parameter.copy_values_from(source)
                 else:
-                    parameter.write(description, by_itself=self._is_by_itself, fed=fed)
+                    parameter.record_write(description, by_initialiser=self._in_initialiser, copies_data=copies_data)
                 self.written.add(parameter)
 
-    def _note_results(self, operation: str, result: Any, given: list[Any]) -> None:
+    def _record_results(self, operation: str, result: Any, arguments: list[Any]) -> None:
         """Record tensors on the meta device that an operation computed from parameters."""
         if uses_shape_only(operation):
             return
-        sources = [(each, source) for each in iterate_tensors(given) if (source := self.find(each))]
-        for made in iterate_tensors(result) if sources else ():
-            if not made.is_meta or self.find(made):
+        sources = [(each, source) for each in iterate_tensors(arguments) if (source := self.find_parameter(each))]
+        for output in iterate_tensors(result) if sources else ():
+            if not output.is_meta or self.find_parameter(output):
                 continue
             each, source = sources[0]
-            parameter = Built(source.name, made.dtype)
-            if is_copy(operation) and self.whole(each) is source:
-                parameter.take(source)
+            parameter = MetaParameter(source.name, output.dtype)
+            if is_copy(operation) and self.find_whole(each) is source:
+                parameter.copy_values_from(source)
             else:
-                parameter.write(f"{operation}({_numbers(given)}) of {source.name}", by_itself=False, fed=False)
-            self.know(made, parameter)
+                text = f"{operation}({_format_numbers(arguments)}) of {source.name}"
+                parameter.record_write(text, by_initialiser=False, copies_data=False)
+            self.track(output, parameter)
 
 
-def _numbers(given: list[Any]) -> str:
-    return ", ".join(f"{value:g}" for value in given if isinstance(value, (int, float)))
+def _format_numbers(arguments: list[Any]) -> str:
+    return ", ".join(f"{value:g}" for value in arguments if isinstance(value, (int, float)))
 
 
-def _layout(tensor: torch.Tensor) -> _Layout:
+def _get_layout(tensor: torch.Tensor) -> _Layout:
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def get_memory_id(tensor: torch.Tensor) -> int:
     """Return an id of the memory of this process's part of a tensor; views have equal ids."""
     return get_storage_id(get_local_tensor(tensor))
 
@@ -317,16 +321,16 @@ def update_references(optimizer: Optimizer) -> None:
     for parameter in held:
         if type(parameter) is ReplacedParameter and parameter in optimizer.state:
             optimizer.state[get_current(parameter)] = optimizer.state.pop(parameter)
-    if several := len(held) - len({id(get_current(parameter)) for parameter in held}):
+    if repeated := len(held) - len({id(get_current(parameter)) for parameter in held}):
         raise ConfigError(
-            f"{several} parameters are in two places of the optimizer: once as they are, and once by a reference from "
+            f"{repeated} parameters are in two places of the optimizer: once as they are, and once by a reference from "
             "before the strategy cut them up, which is another object. Tell parameters apart by their names, "
             "self.named_parameters(), in configure_optimizers."
         )
 
 
 @contextmanager
-def _register_on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
+def _register_on_meta(recorder: InitRecorder, present: set[int]) -> Iterator[None]:
     """Move parameters to the meta device when modules register them within the context; buffers stay.
 
     The parameter objects stay the same, so tied parameters stay tied.
@@ -341,8 +345,8 @@ def _register_on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
                 hooks = get_gradient_hooks(parameter)
                 torch.utils.swap_tensors(parameter, outline)  # type: ignore[no-untyped-call]
                 set_gradient_hooks(parameter, hooks)
-            if recorder.find(parameter) is None:
-                recorder.know(parameter, Built(name, parameter.dtype))
+            if recorder.find_parameter(parameter) is None:
+                recorder.track(parameter, MetaParameter(name, parameter.dtype))
         register(self, name, parameter)
 
     with replaced_attribute(nn.Module, "register_parameter", register_on_meta), recorder:
@@ -359,12 +363,12 @@ class DeferredInit:
 
     def __init__(self, task: TaskModule) -> None:
         self._task = task
-        self._built: dict[str, Built] = {}
-        self._recorder = Recorder()
-        self._owned: dict[nn.Module, list[Built]] = {}
-        self._open: list[Built] = []
-        self._finished: set[nn.Module] = set()
-        self._made_parameters: dict[int, Built] = {}
+        self._built_parameters: dict[str, MetaParameter] = {}
+        self._recorder = InitRecorder()
+        self._parameters_of: dict[nn.Module, list[MetaParameter]] = {}
+        self._unsharded: list[MetaParameter] = []
+        self._initialized: set[nn.Module] = set()
+        self._materialized: dict[int, MetaParameter] = {}
 
     def configure_model(self) -> None:
         """Call `configure_model`, once per task object, with parameters on the meta device.
@@ -372,7 +376,7 @@ class DeferredInit:
         Raises:
             ConfigError: `configure_model` needs values of parameters, or puts buffers on the meta device too.
         """
-        task, recorder = self._task, Recorder()
+        task, recorder = self._task, InitRecorder()
         if task._is_configured:
             return
         if is_overridden(task, "configure_model"):
@@ -388,9 +392,14 @@ class DeferredInit:
                 ) from error
         task._is_configured = True
         for name, parameter in task.named_parameters():
-            if parameter.is_meta and (found := recorder.find(parameter)):
-                self._built[name] = Built(
-                    name, found.dtype, value=found.value, casts=found.casts, built=found.made, loses=found.fed
+            if parameter.is_meta and (found := recorder.find_parameter(parameter)):
+                self._built_parameters[name] = MetaParameter(
+                    name,
+                    found.dtype,
+                    value_id=found.value_id,
+                    casts=found.casts,
+                    planned=found.operations,
+                    loses_data=found.copies_data,
                 )
         if names := [name for name, buffer in task.named_buffers() if buffer.is_meta]:
             raise ConfigError(
@@ -412,121 +421,122 @@ class DeferredInit:
             ConfigError: Some parameters get no values, or different values than in `configure_model`.
         """
         self._find_meta_parameters()
-        if not self._owned:
+        if not self._parameters_of:
             return
         with preserve_generators():
             for name, module in self._task.named_modules():
-                if module not in self._finished and any(each.real is None for each in self._iterate_below(module)):
+                is_empty = any(each.materialized is None for each in self._iterate_below(module))
+                if module not in self._initialized and is_empty:
                     self._initialise_module(name, module, seed)
-                    while self._open:
-                        self._keep_shard(self._open.pop(), device)
+                    while self._unsharded:
+                        self._keep_shard(self._unsharded.pop(), device)
         self._copy_values()
-        if problems := [problem for each in self._made_parameters.values() if (problem := _describe_problem(each))]:
-            more = "; ..." if len(problems) > 4 else ""
+        if problems := [problem for each in self._materialized.values() if (problem := _describe_problem(each))]:
+            ending = "; ..." if len(problems) > 4 else ""
             raise ConfigError(
                 f"{len(problems)} parameters would not begin as configure_model of {type(self._task).__name__} built "
-                f"them: {'; '.join(problems[:4])}{more}. {_ADVICE}"
+                f"them: {'; '.join(problems[:4])}{ending}. {_ADVICE}"
             )
 
     def _find_meta_parameters(self) -> None:
         """Find the parameters on the meta device, sharded ones too, and the first module that holds each."""
-        found: dict[int, Built] = {}
-        self._recorder.refused.clear()  # a strategy may have moved these tensors, and freed their memory
+        found: dict[int, MetaParameter] = {}
+        self._recorder.protected.clear()  # a strategy may have moved these tensors, and freed their memory
         for prefix, module in self._task.named_modules():
             for key, tensor in get_direct_parameters(module).items():
                 if tensor is None or not tensor.is_meta:
                     if tensor is not None:
-                        self._recorder.refused[storage_of(tensor)] = f"{prefix}.{key}"
+                        self._recorder.protected[get_memory_id(tensor)] = f"{prefix}.{key}"
                     continue
                 if id(tensor) not in found:
                     name = f"{prefix}.{key}" if prefix else key
-                    found[id(tensor)] = self._built.get(name) or Built(name, tensor.dtype)
+                    found[id(tensor)] = self._built_parameters.get(name) or MetaParameter(name, tensor.dtype)
                     found[id(tensor)].target = tensor
-                    self._owned.setdefault(module, []).append(found[id(tensor)])
+                    self._parameters_of.setdefault(module, []).append(found[id(tensor)])
                 found[id(tensor)].places.append((module, key))
-        first: dict[object, Built] = {}
+        first: dict[object, MetaParameter] = {}
         for parameter in sorted(found.values(), key=lambda each: len(each.casts)):
-            source = first.setdefault(parameter.value, parameter)
+            source = first.setdefault(parameter.value_id, parameter)
             if source is not parameter:
-                parameter.source, parameter.through = source, parameter.casts[len(source.casts) :]
-            outline = parameter.blank("meta")
-            self._recorder.know(outline, parameter)
-            parameter.put(outline)
+                parameter.source, parameter.source_casts = source, parameter.casts[len(source.casts) :]
+            outline = parameter.make_blank("meta")
+            self._recorder.track(outline, parameter)
+            parameter.set_in_modules(outline)
 
-    def _iterate_below(self, module: nn.Module) -> Iterator[Built]:
-        return (each for owner in module.modules() for each in self._owned.get(owner, ()))
+    def _iterate_below(self, module: nn.Module) -> Iterator[MetaParameter]:
+        return (each for owner in module.modules() for each in self._parameters_of.get(owner, ()))
 
     def _initialise_module(self, name: str, module: nn.Module, seed: int) -> None:
         """Initialize a module, after its submodules if it writes their parameters, as constructors do."""
         written = self._run_initialiser(name, module, seed)
-        if any(each.whole is None for each in written):
+        if any(each.unsharded is None for each in written):
             for below_name, below in reversed([*module.named_modules(prefix=name)][1:]):
                 if not written.isdisjoint(self._iterate_below(below)):
                     self._initialise_module(below_name, below, seed)
             self._run_initialiser(name, module, seed)
-        self._finished.add(module)
+        self._initialized.add(module)
 
-    def _run_initialiser(self, name: str, module: nn.Module, seed: int) -> set[Built]:
+    def _run_initialiser(self, name: str, module: nn.Module, seed: int) -> set[MetaParameter]:
         """Call `init_weights` for a module with blank parameters. Return the parameters that were written."""
-        for parameter in self._owned.get(module, ()):
-            if parameter.whole is None:
-                parameter.whole = parameter.blank("cpu")
-                self._recorder.know(parameter.whole, parameter)
-                parameter.put(parameter.whole)
-                self._open.append(parameter)
+        for parameter in self._parameters_of.get(module, ()):
+            if parameter.unsharded is None:
+                parameter.unsharded = parameter.make_blank("cpu")
+                self._recorder.track(parameter.unsharded, parameter)
+                parameter.set_in_modules(parameter.unsharded)
+                self._unsharded.append(parameter)
             else:
-                parameter.whole.fill_(torch.nan if parameter.whole.is_floating_point() else 0)
-            parameter.forget()
-        tied = [(key, each) for key, each in get_direct_parameters(module).items() if id(each) in self._made_parameters]
+                parameter.unsharded.fill_(torch.nan if parameter.unsharded.is_floating_point() else 0)
+            parameter.clear_operations()
+        tied = [(key, each) for key, each in get_direct_parameters(module).items() if id(each) in self._materialized]
         for key, each in tied:  # its first owner has initialized it, so writes here go to a blank
             assert each is not None
-            put(module, key, self._made_parameters[id(each)].blank("cpu"))
+            set_parameter(module, key, self._materialized[id(each)].make_blank("cpu"))
         self._recorder.written.clear()
         seed_generators(make_key(seed, Domain.INIT, hash_name(name)))
-        with self._recorder, self._recorder.own_initialiser(module):
+        with self._recorder, self._recorder.mark_initialiser(module):
             self._task.init_weights(module, name)
         for key, each in tied:
             assert each is not None
-            put(module, key, each)
+            set_parameter(module, key, each)
         return set(self._recorder.written)
 
-    def _keep_shard(self, parameter: Built, device: torch.device) -> None:
+    def _keep_shard(self, parameter: MetaParameter, device: torch.device) -> None:
         """Keep this process's shard of an initialized parameter, and free the rest."""
-        whole, target, parameter.whole = parameter.whole, parameter.target, None
-        assert whole is not None
-        self._recorder.forget(whole)
+        values, target, parameter.unsharded = parameter.unsharded, parameter.target, None
+        assert values is not None
+        self._recorder.untrack(values)
         parameter.has_gaps = bool(
-            whole.numel() and (not parameter.made or (whole.is_floating_point() and whole.isnan().any()))
+            values.numel() and (not parameter.operations or (values.is_floating_point() and values.isnan().any()))
         )
-        kept = distribute_like(whole.detach().to(target.dtype), target)
+        placed = distribute_like(values.detach().to(target.dtype), target)
         if is_sharded(target):
-            own = get_local_tensor(kept).clone().to(device)  # a view would keep the whole parameter in memory
-            kept = make_dtensor(own, target, target.shape)
-        real = nn.Parameter(kept.to(device), requires_grad=target.requires_grad)
-        real.__dict__.update(target.__dict__)
-        parameter.real = replace_parameter(target, real, *parameter.places[0])
-        parameter.put(parameter.real)
-        self._made_parameters[id(parameter.real)] = parameter
-        self._recorder.refused[storage_of(parameter.real)] = parameter.name
+            shard = get_local_tensor(placed).clone().to(device)  # a view would keep the whole parameter in memory
+            placed = make_dtensor(shard, target, target.shape)
+        materialized = nn.Parameter(placed.to(device), requires_grad=target.requires_grad)
+        materialized.__dict__.update(target.__dict__)
+        parameter.materialized = replace_parameter(target, materialized, *parameter.places[0])
+        parameter.set_in_modules(parameter.materialized)
+        self._materialized[id(parameter.materialized)] = parameter
+        self._recorder.protected[get_memory_id(parameter.materialized)] = parameter.name
 
     def _copy_values(self) -> None:
         """Copy values from sources to their copies, unless `init_weights` wrote different values."""
-        for parameter in self._made_parameters.values():
+        for parameter in self._materialized.values():
             source = parameter.source
-            if source is None or not (parameter.by_itself or parameter.made == source.made):
+            if source is None or not (parameter.by_initialiser or parameter.operations == source.operations):
                 parameter.source = None
                 continue
-            assert parameter.real is not None
-            assert source.real is not None
-            values = get_local_tensor(source.real)
-            for dtype in parameter.through:
+            assert parameter.materialized is not None
+            assert source.materialized is not None
+            values = get_local_tensor(source.materialized)
+            for dtype in parameter.source_casts:
                 values = values.to(dtype)
-            get_local_tensor(parameter.real).copy_(values)
+            get_local_tensor(parameter.materialized).copy_(values)
 
 
-def _describe_problem(parameter: Built) -> str | None:
+def _describe_problem(parameter: MetaParameter) -> str | None:
     """Describe the error in the values of a parameter; None without an error."""
-    built, made = parameter.built, parameter.made
+    built, operations = parameter.planned, parameter.operations
     if parameter.source is not None:
         return None
     if parameter.has_gaps:
@@ -534,8 +544,9 @@ def _describe_problem(parameter: Built) -> str | None:
         return f"{parameter.name} gets no values, or not all ({kind} has no reset_parameters that writes it)"
     if built is None:
         return None
-    if parameter.by_itself and built != made:
-        return f"{parameter.name} was made by {' '.join(built) or 'its constructor'}, would now be by {' '.join(made)}"
-    if parameter.loses and built[-1] not in made:
-        return f"{parameter.name} was given data by {built[-1]}"
+    if parameter.by_initialiser and built != operations:
+        before, now = " ".join(built) or "its constructor", " ".join(operations)
+        return f"configure_model initialized {parameter.name} by {before}, but init_weights by {now}"
+    if parameter.loses_data and built[-1] not in operations:
+        return f"configure_model copied data into {parameter.name} by {built[-1]}"
     return None

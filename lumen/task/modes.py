@@ -35,17 +35,17 @@ class SavedModes:
 
         Lumen records calls of `train` and `eval`, because during an evaluation `eval` changes no mode.
         """
-        train, entered = nn.Module.train, [module.training for _, module, _ in self._before]
+        train, modes_at_start = nn.Module.train, [module.training for _, module, _ in self._before]
 
-        def noticed(module: nn.Module, mode: bool = True) -> nn.Module:
+        def recorded_train(module: nn.Module, mode: bool = True) -> nn.Module:
             self._chosen.add(id(module))
             return train(module, mode)
 
         try:
-            with replaced_attribute(nn.Module, "train", noticed):
+            with replaced_attribute(nn.Module, "train", recorded_train):
                 yield
         finally:
-            for (_, module, _), mode in zip(self._before, entered, strict=True):
+            for (_, module, _), mode in zip(self._before, modes_at_start, strict=True):
                 if module.training != mode:
                     self._chosen.add(id(module))
 
@@ -59,8 +59,8 @@ class SavedModes:
         for _, module, training in self._before:
             if id(module) not in self._chosen:
                 module.training = training
-        left = [(name, module) for name, module, training in self._before if training and not module.training]
-        if names := [name for name, module in left if _is_trained(module)]:
+        left_in_eval = [(name, module) for name, module, training in self._before if training and not module.training]
+        if names := [name for name, module in left_in_eval if _is_trained(module)]:
             _log.warning(
                 "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them, "
                 "or on_*_model_train left them so: %s. If a hook did so for itself alone, leave that out: there "
@@ -95,8 +95,8 @@ class SavedModes:
 
 
 def _format_names(names: list[str]) -> str:
-    some = [name or "the task" for name in names]
-    return ", ".join(some[:8]) + (f", and {len(some) - 8} more" if len(some) > 8 else "")
+    labels = [name or "the task" for name in names]
+    return ", ".join(labels[:8]) + (f", and {len(labels) - 8} more" if len(labels) > 8 else "")
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -134,15 +134,15 @@ def make_trainable(task: nn.Module) -> None:
 
     Parameters are new objects; shared parameters stay shared.
     """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    replacements: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     with avoid_inference_tensors(task, None):
         for module in task.modules():
             for name, parameter in get_direct_parameters(module).items():
                 if parameter is not None and _is_inference(parameter):
-                    if id(parameter) not in made:
-                        copied = nn.Parameter(parameter.data.clone(), requires_grad=parameter.requires_grad)
-                        made[id(parameter)] = parameter, copied
-                    get_direct_parameters(module)[name] = made[id(parameter)][1]
+                    if id(parameter) not in replacements:
+                        replacement = nn.Parameter(parameter.data.clone(), requires_grad=parameter.requires_grad)
+                        replacements[id(parameter)] = parameter, replacement
+                    get_direct_parameters(module)[name] = replacements[id(parameter)][1]
 
 
 def _is_inference(tensor: torch.Tensor) -> bool:

@@ -16,14 +16,14 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.task.hooks import NOT_CALLED, as_defined
 
 #: Arguments of a step in Lightning 1, with their replacements.
-NOT_GIVEN: Mapping[str, str] = {
+REMOVED_ARGUMENTS: Mapping[str, str] = {
     "optimizer_idx": "A step is called once for all optimizers: with several set automatic_optimization = False and "
     "take them from self.optimizers(); several that step together are one lumen.optim.MultiOptimizer.",
     "hiddens": NOT_CALLED["task"]["tbptt_split_batch"],
 }
 
 
-def step_arguments(
+def make_argument_picker(
     step: Callable[..., Any], *, several: bool = False
 ) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
     """Return a function that picks a step's arguments from (batch, batch_idx, dataloader_idx), by its signature.
@@ -41,28 +41,28 @@ def step_arguments(
     if "dataloader_iter" in [parameter.name for parameter in parameters]:
         if len(parameters) > 1:
             raise ConfigError(f"{as_defined(step)}: dataloader_iter is given alone.")
-        return lambda given: (OneBatch(given),)
-    if gone := [parameter.name for parameter in parameters if parameter.name in NOT_GIVEN]:
-        raise ConfigError(f"{as_defined(step)}: {gone[0]} is not given. {NOT_GIVEN[gone[0]]}")
+        return lambda given: (OneBatchIterator(given),)
+    if removed := [parameter.name for parameter in parameters if parameter.name in REMOVED_ARGUMENTS]:
+        raise ConfigError(f"{as_defined(step)}: {removed[0]} is not given. {REMOVED_ARGUMENTS[removed[0]]}")
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     given = max(sum(p.default is p.empty for p in positional), 3 if several else 2)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         chosen = list(range(given))
     else:
-        asked = takewhile(lambda each: each[0] < given or each[1].name in names, enumerate(positional))
-        chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in asked]
+        taken = takewhile(lambda each: each[0] < given or each[1].name in names, enumerate(positional))
+        chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in taken]
     if not chosen or max(chosen) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
         raise ConfigError(
             f"{as_defined(step)}: a step takes (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx); or "
             "(dataloader_iter) alone."
         )
     first = chosen[0]
-    follow_each_other = chosen == list(range(first, first + len(chosen)))
-    return itemgetter(slice(first, first + len(chosen))) if follow_each_other else itemgetter(*chosen)
+    is_range = chosen == list(range(first, first + len(chosen)))
+    return itemgetter(slice(first, first + len(chosen))) if is_range else itemgetter(*chosen)
 
 
 @final
-class OneBatch:
+class OneBatchIterator:
     """Iterator over one batch, for a step with the argument `dataloader_iter`.
 
     Args:
@@ -90,21 +90,23 @@ class OneBatch:
         return given
 
 
-def without_gradient(task: nn.Module) -> TrainingError:
+def make_no_gradient_error(task: nn.Module) -> TrainingError:
     """Return the error for a loss that requires no gradient."""
     trained = any(parameter.requires_grad for parameter in task.parameters())
     if not torch.is_grad_enabled():
-        why = "gradients are switched off, by torch.set_grad_enabled(False) or a context that was not left. Put it back"
+        reason = (
+            "gradients are switched off, by torch.set_grad_enabled(False) or a context that was not left. Put it back"
+        )
     elif not trained:
-        why = "no parameter of the task has requires_grad. Unfreeze those that are to be trained"
+        reason = "no parameter of the task has requires_grad. Unfreeze those that are to be trained"
     else:
-        why = (
+        reason = (
             "it was detached, made anew by torch.tensor, or computed under no_grad, by argmax or of frozen parameters "
             "alone. Compute it of the model's outputs by differentiable operations"
         )
     return TrainingError(
-        f"training_step returned a loss without a gradient (requires_grad is False), so nothing can be learned: {why}. "
-        "For a micro-batch to leave out return None."
+        "training_step returned a loss without a gradient (requires_grad is False), so nothing can be learned: "
+        f"{reason}. For a micro-batch to leave out return None."
     )
 
 
@@ -124,15 +126,15 @@ def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
     if loss is None:
         return None, None
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise _wrong_output("loss", loss, _instead(loss))
+        raise _make_output_error("loss", loss, _describe_valid_loss(loss))
     if weight is None:
         return loss, None
     if not isinstance(weight, Real) and not (isinstance(weight, torch.Tensor) and weight.numel() == 1):
-        raise _wrong_output("weight", weight, "A weight is one number, such as the number of tokens.")
+        raise _make_output_error("weight", weight, "A weight is one number, such as the number of tokens.")
     return loss, float(weight)
 
 
-def _wrong_output(part: str, value: Any, instead: str) -> TrainingError:
+def _make_output_error(part: str, value: Any, advice: str) -> TrainingError:
     found = type(value).__name__
     if isinstance(value, torch.Tensor):
         found = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
@@ -144,11 +146,11 @@ def _wrong_output(part: str, value: Any, instead: str) -> TrainingError:
         found += f" of {len(value)}"
     return TrainingError(
         "training_step must return a scalar loss, (loss, weight), a dictionary with 'loss' (and 'weight'), or None; "
-        f"the {part} found is {found}. {instead}"
+        f"the {part} found is {found}. {advice}"
     )
 
 
-def _instead(loss: Any) -> str:
+def _describe_valid_loss(loss: Any) -> str:
     """Return advice for a loss of the wrong shape or type."""
     if not isinstance(loss, torch.Tensor):
         if isinstance(loss, Mapping):

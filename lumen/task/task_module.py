@@ -224,11 +224,11 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             hook = run.log.hook if reduce_fx is None and is_number else ""
         else:
             counts, hook = as_weight(name, weight, batch_size), ""
-        how = (
+        call = (
             run.log.in_train_step and is_number, on_step, on_epoch, prog_bar, logger,
             "mean" if reduce_fx is None else reduce_fx, add_dataloader_idx, hook, loader,
         )  # fmt: skip
-        metrics.log(full_name, value, counts, how)
+        metrics.log(full_name, value, counts, call)
 
     def log_dict(
         self,
@@ -280,18 +280,18 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         processes, prepared = self._run.processes, as_tensors(data, self._run.strategy.device)
         if processes.world_size == 1:
             return prepared
-        described = processes.for_user().all_gather(
+        descriptions = processes.for_user().all_gather(
             [f"{str(each.dtype)[6:]}{list(each.shape)}" for each in iterate_tensors(prepared)]
         )
-        for rank, other in enumerate(described):
-            if other != described[0]:
+        for rank, other in enumerate(descriptions):
+            if other != descriptions[0]:
                 raise TrainingError(
                     f"all_gather: the ranks must give tensors of equal shapes and types, but rank 0 gives "
-                    f"{', '.join(described[0]) or 'none'} and rank {rank} gives {', '.join(other) or 'none'}. Pad "
+                    f"{', '.join(descriptions[0]) or 'none'} and rank {rank} gives {', '.join(other) or 'none'}. Pad "
                     "them, or use trainer.strategy.all_gather, which takes any plain data and tensors."
                 )
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            return map_leaves(prepared, _gathered)
+            return map_leaves(prepared, _gather_part)
 
     # ------------------------------------------------------------------ its run
 
@@ -475,7 +475,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         return super().load_state_dict(*args, **kwargs)
 
 
-def _gathered(part: Any) -> Any:
+def _gather_part(part: Any) -> Any:
     return _AllGather.apply(part) if isinstance(part, torch.Tensor) else part  # type: ignore[no-untyped-call]
 
 

@@ -55,10 +55,10 @@ class Averages:
         self._copied: list[tuple[Place, Place]] = []
         self._is_plain = True  # True without shards and with equal dtypes
         for name, (held, key) in tensors.items():
-            (own, own_key), tensor = averages[name], held[key]
-            self._is_plain &= own[own_key].dtype == tensor.dtype and not is_sharded(tensor)
+            (average_holder, average_key), tensor = averages[name], held[key]
+            self._is_plain &= average_holder[average_key].dtype == tensor.dtype and not is_sharded(tensor)
             if isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex()):
-                self._parameters[0].append(own[own_key])
+                self._parameters[0].append(average_holder[average_key])
                 self._parameters[1].append(tensor)
             else:
                 pairs = self._statistics if is_running_statistic(name, tensor) else self._copied
@@ -68,12 +68,14 @@ class Averages:
     def update_averages(self, decay: float) -> None:
         """Move each average by `average = decay * average + (1 - decay) * tensor`; copy the other buffers."""
         statistics, copied = _split_pairs(self._statistics), _split_pairs(self._copied)
-        own, others = self._parameters[0] + statistics[0], self._parameters[1] + statistics[1]
+        averages, targets = self._parameters[0] + statistics[0], self._parameters[1] + statistics[1]
         if not self._is_plain:
-            own = [get_local_tensor(each) for each in own]
-            others = [get_local_tensor(each).to(mine.dtype) for each, mine in zip(others, own, strict=True)]
-        if own:
-            lerp_all(own, others, 1.0 - decay)
+            averages = [get_local_tensor(each) for each in averages]
+            targets = [
+                get_local_tensor(each).to(average.dtype) for each, average in zip(targets, averages, strict=True)
+            ]
+        if averages:
+            lerp_all(averages, targets, 1.0 - decay)
         if self._copied:
             copy_all(*([get_local_tensor(each) for each in tensors] for tensors in copied))
 
@@ -238,9 +240,9 @@ class Teacher(nn.Module):
     def restart(self) -> None:
         """Copy the student's present state, for example after loading other weights in `on_fit_start`."""
         (student,) = self._student
-        own, others = ([*module.parameters(), *module.buffers()] for module in (self.module, student))
-        for mine, other in zip(own, others, strict=True):
-            get_local_tensor(mine).copy_(get_local_tensor(other))
+        copies, originals = ([*module.parameters(), *module.buffers()] for module in (self.module, student))
+        for copied, original in zip(copies, originals, strict=True):
+            get_local_tensor(copied).copy_(get_local_tensor(original))
 
 
 def find_teachers(task: nn.Module) -> list[Teacher]:

@@ -36,7 +36,7 @@ from lumen.run.goodput import goodput
 from lumen.run.run import Run
 from lumen.run.scheduler_config import can_move_further
 from lumen.strategies import Strategy
-from lumen.task.hooks import texts_of
+from lumen.task.hooks import collect_texts
 from lumen.trainer.logs import log_status
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _log_idle_monitors(run: Run) -> None:
             waiting.setdefault(str(each.monitor), []).append(type(each).__name__)
     if not waiting or not (missing := " and ".join(run.values.pending_stages)):
         return
-    named = texts_of([run.task, *run.hooks.callbacks])
+    named = collect_texts([run.task, *run.hooks.callbacks])
     for name, who in waiting.items():
         suggestion = suggest_names(name, named, cutoff=_EQUAL_SHARE)
         unknown = suggestion or f" The code of {type(run.task).__name__} never names it."

@@ -323,7 +323,7 @@ class Trainer(RunView):
             KeyboardInterrupt: A signal asked the run to stop; Lumen has saved a checkpoint and printed the resuming
                 command.
         """
-        check_training(model, train_dataloaders, optimizer_given=configure_optimizers is not None)
+        check_training(model, train_dataloaders, has_optimizer=configure_optimizers is not None)
         task, data = model, choose_source(train_dataloaders, datamodule, val_dataloaders)
         origin = self._origin.for_checkpoint(ckpt_path)
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:

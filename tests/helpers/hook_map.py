@@ -7,7 +7,7 @@ from torch import nn
 
 import lumen
 from lumen.callbacks import Callback
-from lumen.task.hooks import HOOKS, MODE_HOOKS, OWN_STEPS
+from lumen.task.hooks import HOOKS, MODE_HOOKS, OPTIMIZATION_METHODS
 from tests.helpers.tasks import Regression, loader
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -16,7 +16,7 @@ TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 STATES = ("state_dict", "load_state_dict")
 OF_CALLBACKS = (*HOOKS, *STATES)
 CONFIGURES = ("configure_callbacks", "configure_model", "configure_optimizers")
-OF_THE_TASK = (*HOOKS, *MODE_HOOKS, *STEPS, *OWN_STEPS, "prepare_data", *CONFIGURES, *TRANSFERS)
+OF_THE_TASK = (*HOOKS, *MODE_HOOKS, *STEPS, *OPTIMIZATION_METHODS, "prepare_data", *CONFIGURES, *TRANSFERS)
 OF_DATA = ("prepare_data", "setup", "teardown", *LOADERS, *TRANSFERS, *STATES)
 _OWNERS = {"callbacks": ["first", "second"], "task": ["task"], "data module": ["data"], "data": ["data"]}
 
