@@ -37,7 +37,10 @@ def choose_seed(config: Namespace, checkpoint: Any, name: str) -> int:
         name: The name of the run.
     """
     if config.seed_everything is False:
-        raise ConfigError("seed_everything: false: a run always has a seed. Leave it out: one is drawn and recorded.")
+        raise ConfigError(
+            "seed_everything: false: a run always has a seed. Leave seed_everything out: Lumen draws and records a "
+            "seed."
+        )
     if config.seed_everything is not None and config.seed_everything is not True:
         return check_seed("seed_everything", config.seed_everything)
     default_folder = expand_path(config.trainer.default_root_dir) / name / "checkpoints"
@@ -98,8 +101,8 @@ def take_from_data(name: str, data: Any) -> Any:
     """Return an argument of the model, taken from the data."""
     if not hasattr(data, name) and not hasattr(type(data), name):
         raise ConfigError(
-            f"model.{name} is required and not set. Set it in the config or as --model.{name}, or give "
-            f"{type(data).__name__} an attribute {name} to take it from."
+            f"model.{name} is required and not set. Set {name} in the config or as --model.{name}, or give "
+            f"{type(data).__name__} an attribute {name}."
         )
     value = getattr(data, name)
     _log.info("model.%s is %s, from data.%s", name, reprlib.repr(mask_secrets(value, name)), name)

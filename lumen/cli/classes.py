@@ -171,10 +171,10 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
     found, *others = known[short]
     if others:
         names = ", ".join(f"{each.__module__}.{short}" for each in known[short])
-        raise ConfigError(f"{where}: several classes are called {short}: {names}. Write the name of one in full.")
+        raise ConfigError(f"{where}: several classes are called {short}: {names}. Write the full name of one class.")
     if bases and inspect.isclass(found) and not issubclass(found, tuple(bases)):
         kinds = " or ".join(base.__name__ for base in bases)
-        raise ConfigError(f"{where}: {name} is no {kinds}. Name a class that is derived from it.")
+        raise ConfigError(f"{where}: {name} is not a subclass of {kinds}. Name a subclass of {kinds}.")
     return found
 
 
@@ -213,13 +213,20 @@ def _describe_search(missing: str, files: Sequence[str]) -> str:
     looked_in = [*sys.modules[parent].__path__] if parent else [os.getcwd()]
     hint = suggest_names(short, (module.name for module in pkgutil.iter_modules(looked_in)))
     if parent:
-        return f"{hint} It was looked for in {', '.join(looked_in)}."
+        return f"{hint} Python searched {', '.join(looked_in)}."
     folders = [place for file in files for place in Path(os.path.abspath(expand_path(file))).parents]
     found = next((place for place in folders if (place / f"{short}.py").is_file() or (place / short).is_dir()), None)
-    advice = "Start lumen in the directory that it is in" if found is None else f"It is in {found}: start lumen there"
+    advice = (
+        "Start lumen in the directory of this module"
+        if found is None
+        else f"The module is in {found}: start lumen there"
+    )
     python_path = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     everywhere = ", ".join([f"{os.getcwd()} (where lumen was started)", *python_path])
-    return f"{hint} It was looked for in {everywhere} and among what is installed. {advice}, or add that to PYTHONPATH."
+    return (
+        f"{hint} Python searched {everywhere} and the installed packages. {advice}, or add that directory to "
+        "PYTHONPATH."
+    )
 
 
 # ---------------------------------------------------------------------- arguments

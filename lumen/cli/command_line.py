@@ -122,7 +122,10 @@ class CLI:
     ) -> None:
         refuse_lightning_cli_methods(type(self))
         if seed_everything_default is False:
-            raise ConfigError("seed_everything_default=False: a run always has a seed. Leave it out: one is drawn.")
+            raise ConfigError(
+                "seed_everything_default=False: a run always has a seed. Leave seed_everything_default out: Lumen "
+                "draws a seed."
+            )
         self._save_config = save_config_callback
         self._command_options = CommandOptions(
             model_class or TaskModule,
@@ -231,9 +234,7 @@ class CLI:
         if not config.get("optimizer") and self._command_options.optimizers and any(
             value is not None for value in (config.lookahead.k, *vars(config.parameter_groups).values())
         ):  # fmt: skip
-            raise ConfigError(
-                "lookahead and parameter_groups: they need the optimizer that they are for. Set optimizer too."
-            )
+            raise ConfigError("lookahead and parameter_groups need an optimizer. Set optimizer too.")
         return config
 
     def _make_parser(self, schedulers: int | None = None) -> OptionParser:
@@ -246,7 +247,7 @@ class CLI:
         command, program = self.subcommand, self._program_word
         words = [program] if command is None else [program, command]
         variable = "_".join(["LUMEN", *([f"{command.upper()}_"] if command else []), "TRAINER__MAX_STEPS=9"])
-        order = f"The command line beats config files, the last one first, then {variable}."
+        order = f"Precedence, highest first: the command line, config files (later files first), {variable}."
         parser = OptionParser(
             prog=program,
             usage=f"{' '.join(words)} --config FILE [--KEY VALUE ...]",

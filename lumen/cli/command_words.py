@@ -90,8 +90,8 @@ def _check_command(command: Any, program: str) -> None:
     if command in ("-h", "--help"):
         width = max(map(len, LOOPS))
         lines = [f"  {name:{width}}  {summary}" for name, summary in LOOPS.items()]
-        head, closing = f"{program} COMMAND --config FILE [--KEY VALUE ...]", f"{program} COMMAND --help says more."
-        print(head, *lines, closing, sep="\n", file=stdout)
+        head, end = f"{program} COMMAND --config FILE [--KEY VALUE ...]", f"{program} COMMAND --help shows the options."
+        print(head, *lines, end, sep="\n", file=stdout)
         raise HelpShown
     if command not in LOOPS:
         hint = suggest_names(str(command), LOOPS) or f" Did you mean {' or '.join(LOOPS)}?"
@@ -129,8 +129,8 @@ def find_default_files(parser_kwargs: Mapping[str, Any], command: str | None) ->
     for name, value in parser_kwargs.items():
         if name != "default_config_files" and value not in _FIXED_SETTINGS.get(name, ()):
             raise ConfigError(
-                f"parser_kwargs: expected default_config_files, found {name}={value!r}. Interpolation and environment "
-                "variables are always there; leave it out."
+                f"parser_kwargs: expected default_config_files, found {name}={value!r}. Interpolation and "
+                f"environment variables are always enabled. Leave {name} out."
             )
     return [file for pattern in parser_kwargs.get("default_config_files", ()) for file in sorted(glob(str(pattern)))]
 
@@ -166,7 +166,10 @@ def refuse_lightning_cli_methods(kind: type) -> None:
     for name in defined:
         if name.startswith(("before_", "after_")) and name not in {*known, "before_instantiate_classes"}:
             close = difflib.get_close_matches(name, known, n=1)
-            advice_by_name[name] = f"Did you mean {close[0]}?" if close else f"There are {', '.join(sorted(known))}."
+            advice_by_name[name] = f"Did you mean {close[0]}?" if close else f"Lumen calls {', '.join(sorted(known))}."
     if advice_by_name:
-        lines = [f"{kind.__name__}.{name}: nothing calls it. {instead}" for name, instead in advice_by_name.items()]
+        lines = [
+            f"{kind.__name__}.{name}: Lumen does not call this method. {instead}"
+            for name, instead in advice_by_name.items()
+        ]
         raise ConfigError("\n".join(lines))

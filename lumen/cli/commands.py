@@ -71,7 +71,7 @@ class CommandParser(argparse.ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings]
         for word in (word.partition("=")[0] for word in words if word.startswith("-")):
             if word not in options:
-                hint = suggest_names(word, options) or f" lumen {self._name} --help shows all."
+                hint = suggest_names(word, options) or f" lumen {self._name} --help shows all options."
                 raise ConfigError(f"lumen {self._name} has no option {word}.{hint}")
         return self.parse_args(words)
 
@@ -107,7 +107,9 @@ def load_command(name: str) -> Command:
     description = f"the command {name}"
     command = entry_points.load_entry_point(entry_points.COMMANDS, name, description)
     if not isinstance(command, Command):
-        raise ConfigError(f"{description}: expected a lumen.cli.commands.Command, found {command!r}. Register one.")
+        raise ConfigError(
+            f"{description}: expected a lumen.cli.commands.Command, found {command!r}. Register a Command."
+        )
     return command
 
 
@@ -136,7 +138,7 @@ def find_runner(name: str) -> Callable[[list[str]], int]:
         ):
             raise ConfigError(f"lumen has no command {name}. {entry_points.format_install_hint()}")
         raise ConfigError(
-            f"lumen has no command {name}.{suggest_names(name, list_commands()) or ' lumen --help lists them.'}"
+            f"lumen has no command {name}.{suggest_names(name, list_commands()) or ' lumen --help lists all commands.'}"
         )
     run: Callable[[list[str]], int] = _import_module(name).run
     return run

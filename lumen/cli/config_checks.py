@@ -38,9 +38,9 @@ _REPLACEMENTS = {
     ("trainer", "seed"): "Use seed_everything.",
     ("seed",): "Use seed_everything.",
     ("ckpt_path",): "For fit use trainer.resume.",
-    ("config",): "Config files are named by --config FILE alone.",
+    ("config",): "Name config files by --config FILE only.",
     ("lr_scheduler", "init_args", "monitor"): "Use lr_schedule.monitor.",
-    ("weights_only",): "Leave it out: nothing is ever unpickled.",
+    ("weights_only",): "Leave it out: Lumen never unpickles.",
 }
 _LIGHTNING_KEYS = {"ckpt_path", "weights_only"}  # present in every config that LightningCLI saves
 _MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and for jsonargparse
@@ -110,7 +110,9 @@ class SettingsChecker:
         self._top, tree = top, settings.tree
         known = top.list_sections()
         for ours, name in settings.unread.items():
-            self._problems[name,] = f"the environment variable {name} is not read. Write {ours}, or unset it."
+            self._problems[name,] = (
+                f"Lumen does not read the environment variable {name}. Set {ours} instead, or unset {name}."
+            )
         for key in _LIGHTNING_KEYS - known:
             if tree.get(key, 0) is None:
                 del tree[key]
@@ -128,7 +130,7 @@ class SettingsChecker:
         for key, kind in top.fixed.items():
             self._check_fixed_class(key, tree.get(key) or {}, kind)
         if tree.get("lr_scheduler") and not tree.get("optimizer"):
-            self._problems["optimizer",] = "lr_scheduler: it needs the optimizer that it schedules. Set optimizer too."
+            self._problems["optimizer",] = "lr_scheduler needs an optimizer. Set optimizer too."
         if not tree.get("model") and "model" not in top.fixed:
             self._problems["model",] = "no model is configured. Give --config FILE, or --model module.Class."
         for key in tree:
@@ -185,7 +187,7 @@ class SettingsChecker:
                 self._report_unknown_option((*path, name), kind.__name__, options, getattr(kind, "INSTEAD", {}))
                 continue
             if name in linked:
-                self._add_problem((*path, name), f"it is taken from {linked[name]}. Leave it out.")
+                self._add_problem((*path, name), f"Lumen takes {name} from {linked[name]}. Leave {name} out.")
                 continue
             if self._settings.is_bare((*path, name)) and not classes.accepts_true(parameters[name].annotation):
                 self._report_missing_value((*path, name), classes.describe_type(parameters[name].annotation))
@@ -205,7 +207,7 @@ class SettingsChecker:
         elif requires_all:
             where = self._settings.describe_source((*path[:-1], "class_path") if path[-1:] == ("init_args",) else path)
             for name in missing:
-                self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set it."
+                self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set {name}."
 
     def _check_value(self, value: Any, path: Keys, hint: Any, default: Any = None) -> None:
         """Find and check the classes in a value."""
@@ -217,13 +219,13 @@ class SettingsChecker:
         elif isinstance(value, dict) and len(records) == 1 and not classes.is_mapping(records[0]):
             self._check_class(path, records[0], value)
         elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes.list_classes(hint)}:
-            self._add_problem(path, f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}.")
+            self._add_problem(path, f"YAML reads {value} as {yaml.safe_load(value)}. For a duration write 0{value}.")
         elif (
             isinstance(value, dict)
             and (found := [key for key in value if type(key) is float])
             and classes.is_mapping_by_int(hint)
         ):  # the fraction would be cut off
-            self._add_problem(path, f"a key is a whole number, found {found[0]}. Write it as one.")
+            self._add_problem(path, f"a key must be a whole number, found {found[0]}. Write a whole number.")
         elif isinstance(value, dict | list):
             inner = classes.get_item_type(hint, value)
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -239,7 +241,7 @@ class SettingsChecker:
         settings, name = self._settings, str(node.get("class_path") or "")
         if (found := classes.find_counterpart(name)) is not None:
             self._problems[*path, "class_path"] = (
-                f"{settings.describe_source(place)}: {name} is Lightning's. {found.advice}"
+                f"{settings.describe_source(place)}: {name} is a class of Lightning. {found.advice}"
             )
             if found.name is None:
                 return
@@ -272,7 +274,7 @@ class SettingsChecker:
             return
         named = node.get("class_path")
         if named not in (None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
-            text = f"the class is {kind.__name__}, which the script says, found {named}. Leave class_path out."
+            text = f"the script sets the class {kind.__name__}, found {named}. Leave class_path out."
             self._add_problem((key, "class_path"), text)
         self._check_class((key, "init_args"), kind, node.get("init_args") or {})
 
@@ -402,6 +404,6 @@ def _suggest_callback_option(path: Keys, value: str) -> str:
         return ""
     option = f"{name}={value}"
     return (
-        f" For an option of a callback write which one, --trainer.callbacks.NAME.{option}, or add the callback first: "
-        f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}."
+        f" To set an option of a callback, name the callback, --trainer.callbacks.NAME.{option}, or add the callback "
+        f"first: --trainer.callbacks+=CLASS --trainer.callbacks.{option}."
     )

@@ -146,14 +146,17 @@ def parse_words(words: list[str]) -> list[tuple[str, str]]:
         if word == "-c":
             word = "--config"
         if not word.startswith("--"):
-            raise ConfigError(f"{word!r} stands alone. Settings are written --key value, config files --config FILE.")
+            raise ConfigError(f"{word!r} has no key. Write a setting as --key value, a config file as --config FILE.")
         key, equals, text = word[2:].partition("=")
         if not equals and key == "config" and (not rest or rest[0].startswith("--")):
             raise ConfigError("--config: no file is named. Write --config FILE.")
         if not equals:
             text = rest.popleft() if rest and not rest[0].startswith("--") else BareKey("true")
         if ((key,) in _CLASSES or key in _GROUPS) and text.endswith((".yaml", ".yml")):
-            raise ConfigError(f"--{key} {text}: write --config {text}, and in that file `{key}:` above these lines.")
+            raise ConfigError(
+                f"--{key} {text}: expected a value, found a file. Write --config {text}, with the settings below "
+                f"`{key}:` in this file."
+            )
         pairs.append((key, text))
     return pairs
 
@@ -186,7 +189,7 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
         # The keys were not names.
         new = {name: item["class_path"] if is_class(item) else item for name, item in new.items()}
     if path == _SCHEDULERS and isinstance(old, list) and isinstance(new, dict) and "class_path" not in new:
-        raise ConfigError("lr_scheduler is a list: write all of it anew, or add to it by --lr_scheduler+.")
+        raise ConfigError("lr_scheduler is a list. Write the whole list, or add an entry by --lr_scheduler+.")
     if named or begun or is_class(old) or is_class(new):
         old, new = _as_class(old), _as_class(new)
         if is_class(old) and is_class(new) and not _is_same_class(old.get("class_path"), new.get("class_path")):
@@ -197,7 +200,9 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
         return new
     if isinstance(old, list) and not is_class(new):
         key = ".".join(path)
-        raise ConfigError(f"{key} is a list: write all of it anew, add to it by --{key}+, or give its entries names.")
+        raise ConfigError(
+            f"{key} is a list. Write the whole list, add an entry by --{key}+, or give the entries names."
+        )
     merged = {**old} if isinstance(old, dict) else {}
     for key, value in new.items():
         if isinstance(key, str) and key.endswith("+"):

@@ -16,32 +16,32 @@ from lumen.console import stdout
 from lumen.errors import ConfigError
 
 COMMON_OPTIONS = {
-    "config FILE": "YAML; of several files the last one wins.",
-    "print_config[=skip_default]": "Print all settings, or those that differ.",
-    "seed_everything N": "The run's seed; else it is drawn and recorded.",
-    "ckpt_path WHICH": "best, last, or where a checkpoint is.",
-    "average WHICH": "EMA, SWA, last:5, best:3 instead of the weights.",
+    "config FILE": "YAML; a later file overrides an earlier one.",
+    "print_config[=skip_default]": "Print all settings, or only changed ones.",
+    "seed_everything N": "Seed of the run; a random seed if unset.",
+    "ckpt_path WHICH": "best, last, or the path of a checkpoint.",
+    "average WHICH": "Averaged weights: EMA, SWA, last:5 or best:3.",
     "output FILE": "Write results: .json, .jsonl, .safetensors.",
-    "model CLASS": "The task; --model.NAME is an argument of it.",
-    "data CLASS": "The data module; likewise.",
-    "optimizer CLASS": "As AdamW or lumen.optim.Lookahead; likewise.",
-    "lr_scheduler CLASS": "As OneCycleLR or lumen.optim.Warmup; likewise.",
-    "trainer.max_epochs N": "Where training ends; or ...",
-    "trainer.max_steps N": "... after so many updates; or ...",
-    "trainer.max_time DD:HH:MM:SS": "... after that time.",
-    "trainer.devices N|auto": "Processes on this machine, a device each.",
+    "model CLASS": "Task class; --model.NAME sets its argument.",
+    "data CLASS": "Data module class; likewise.",
+    "optimizer CLASS": "Class, such as AdamW; likewise.",
+    "lr_scheduler CLASS": "Class, such as OneCycleLR; likewise.",
+    "trainer.max_epochs N": "Train for N epochs; or ...",
+    "trainer.max_steps N": "... for N updates; or ...",
+    "trainer.max_time DD:HH:MM:SS": "... for this time.",
+    "trainer.devices N|auto": "Processes on this machine, one per device.",
     "trainer.strategy NAME": "auto, single, ddp or fsdp.",
     "trainer.precision NAME": "fp32, bf16, fp16, bf16-true or fp64.",
-    "trainer.global_batch_size N": "Samples of an update, on any hardware.",
-    "trainer.gradient_clip_val X": "The largest norm of a gradient.",
+    "trainer.global_batch_size N": "Samples per update, on any hardware.",
+    "trainer.gradient_clip_val X": "Largest norm of the gradient.",
     "trainer.val_check_interval N": "Steps, a fraction of an epoch, or a time.",
-    "trainer.limit_train_batches N": "How many batches, or which fraction.",
-    "trainer.callbacks+=CLASS": "Add one; --trainer.callbacks.NAME sets it.",
+    "trainer.limit_train_batches N": "Number or fraction of batches.",
+    "trainer.callbacks+=CLASS": "Add CLASS; set it by --trainer.callbacks.NAME.",
     "trainer.logger NAME": "csv, tensorboard, wandb, mlflow or aim.",
-    "trainer.name NAME": "Of the run: its directory is runs/NAME.",
-    "trainer.resume auto": "Go on where the run of this name was.",
+    "trainer.name NAME": "Name of the run, which writes to runs/NAME.",
+    "trainer.resume auto": "Resume the run of this name.",
     "trainer.compile true": "Compile the task.",
-    "trainer.fast_dev_run true": "Try one batch of everything, write nothing.",
+    "trainer.fast_dev_run true": "Run one batch of each stage, write nothing.",
 }
 _FIT_OPTIONS = {"optimizer", "lr_scheduler", *(f"trainer.{name}" for name in (
     "max_epochs", "max_steps", "max_time", "global_batch_size", "gradient_clip_val", "val_check_interval",
@@ -104,11 +104,9 @@ def _format_short_help(parser: OptionParser, width: int) -> Iterator[str]:
     yield from _format_option("trainer.callbacks", ", ".join(named), width)
     yield from ("", "all others:")
     classes = [f"--{name}.help" for name in ("model", "data", "optimizer", "lr_scheduler") if name in parser.bases]
-    yield from _format_option("trainer.help", "All that the trainer takes.", width)
-    yield from _format_option(
-        " ".join(classes)[2:], "[CLASS]: arguments of a class; else of the one that is set.", width
-    )
-    yield from _format_option("help all", "Everything.", width)
+    yield from _format_option("trainer.help", "All options of the trainer.", width)
+    yield from _format_option(" ".join(classes)[2:], "[CLASS]: arguments of CLASS, or of the set class.", width)
+    yield from _format_option("help all", "All options.", width)
 
 
 def _format_trainer_help(parser: OptionParser) -> str:

@@ -20,7 +20,7 @@ from lumen.errors.arguments import suggest_names
 from lumen.internals.masking import Reference, describe_missing_reference, is_masked
 
 _MISSING = "???"
-_ERROR_PATTERNS = {"Recursive interpolation detected": "it leads back to itself"}
+_ERROR_PATTERNS = {"Recursive interpolation detected": "this reference leads back to itself"}
 _ENVIRONMENT = "${oc.env:"
 _BRACE = re.compile(r"\$\{|[{}]")
 # Private-use characters, which no text of a config contains.
@@ -49,7 +49,7 @@ def resolve_references(settings: Settings) -> dict[tuple[Any, ...], Reference]:
             errors.
     """
     texts = list(_iterate_texts(settings.tree))
-    missing = [(place, "it must be given. Set it.") for place in texts if place.text == _MISSING]
+    missing = [(place, "this setting is required. Set a value.") for place in texts if place.text == _MISSING]
     missing += [
         (place, _format_how_to_set(settings.describe_source(place.path))) for place in texts if is_masked(place.text)
     ]
@@ -95,7 +95,9 @@ def _follow_name(owner: Any, name: Any) -> Any:
 
 def _format_how_to_set(where: str) -> str:
     option = where.partition(" ")[0]
-    return f"it was masked when it was recorded. Write --{option} '${{oc.env:NAME}}', and set NAME in the environment."
+    return (
+        f"the recorded config masks this value. Write --{option} '${{oc.env:NAME}}', and set NAME in the environment."
+    )
 
 
 def escape_references(value: Any) -> Any:
@@ -122,7 +124,10 @@ def _find_syntax_error(text: str) -> str | None:
     try:
         OmegaConf.create([text])
     except GrammarParseError:
-        return "this cannot be read. Another setting is ${key.path}; a text that only looks so begins with \\${."
+        return (
+            "this reference cannot be read. Write ${key.path} for another setting, and \\${ for a text that begins "
+            "with ${."
+        )
     return None
 
 
@@ -239,7 +244,8 @@ def _shorten_paths(node: Any, env_references: list[str] | None = None) -> Any:
 def _describe_missing_key(key: str, tree: dict[str, Any]) -> str:
     """Return an error text for a reference to a missing key, with similar keys."""
     hint = (
-        suggest_names(key, _list_keys(_shorten_paths(tree))) or " Set it: what a class has by default is not seen here."
+        suggest_names(key, _list_keys(_shorten_paths(tree)))
+        or " Set this key: references do not see the defaults of classes."
     )
     return f"{key} is not set.{hint}"
 

@@ -104,11 +104,11 @@ def _list_schedules(config: Namespace) -> list[dict[str, Any]]:
         return [{"scheduler": scheduler, **schedule}]
     if scheduler and schedule != vars(Schedule()):
         raise ConfigError(
-            "lr_schedule says how one lr_scheduler moves, but there are several. Write it beside each of them: "
+            "lr_schedule applies to a single lr_scheduler, but there are several. Write the interval with each: "
             "lr_scheduler: [{scheduler: CLASS, interval: step}, ...]."
         )
     if schedule != vars(Schedule()):
-        _log.warning("lr_schedule says how lr_scheduler moves, but there is none: it is not used")
+        _log.warning("ignoring lr_schedule: the config has no lr_scheduler")
     return [vars(entry) for entry in vars(scheduler).values()] if scheduler else []
 
 
@@ -121,7 +121,9 @@ def _make_parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
     by = _choose_undecayed(options.no_decay, options.decay)
     for name, needed, value in ("no_decay", "weight_decay", weight_decay), ("layer_decay", "lr", lr):
         if options[name] is not None and value is None:
-            raise ConfigError(f"parameter_groups.{name}: {config.optimizer.class_path} has no {needed}. Set it there.")
+            raise ConfigError(
+                f"parameter_groups.{name}: {config.optimizer.class_path} has no {needed}. Set optimizer.{needed}."
+            )
     if options.layer_decay is not None:
         return layer_decay_groups(
             task, lr, options.layer_decay, options.blocks, weight_decay=weight_decay or 0.0, by=by,
@@ -137,7 +139,7 @@ def _choose_undecayed(no_decay: str | list[str] | None, decay: list[str] | None)
     if decay is None:
         return no_decay or []
     if not isinstance(no_decay, list):
-        raise ConfigError(f"parameter_groups.no_decay: beside decay expected names of classes too, found {no_decay!r}.")
+        raise ConfigError(f"parameter_groups.no_decay: with decay, expected a list of class names, found {no_decay!r}.")
     return {"decay": decay, "no_decay": no_decay}
 
 
@@ -145,4 +147,4 @@ def _build_node(node: Namespace, subject: Any) -> Any:
     try:
         return find_class(node.class_path)(subject, **node.get("init_args", {}))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{node.class_path} does not take these arguments: {error}") from error
+        raise ConfigError(f"{node.class_path} does not accept these arguments: {error}") from error

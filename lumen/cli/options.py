@@ -27,10 +27,10 @@ from lumen.trainer.trainer import Trainer
 SUPPLIED = {"optimizer": {"params"}, "lr_scheduler": {"optimizer"}, "trainer": {"seed"}}
 """Arguments of classes that Lumen gives them."""
 _PRINT_CONFIG = (
-    "Print the settings as a config file, and do nothing else. =skip_default leaves out what has its default, "
-    "=skip_unset what is null; both with a comma."
+    "Print the settings as a config file, and exit. =skip_default omits default values, =skip_unset null values; a "
+    "comma joins both."
 )
-_SEVERAL = "Several of them belong into configure_optimizers of the task."
+_SEVERAL = "Return several from configure_optimizers of the task."
 
 
 @final
@@ -65,7 +65,7 @@ class _Help(DefaultHelpFormatter):
         if "--print_config" in action.option_strings:
             action.help = _PRINT_CONFIG
         elif action.metavar == "CONFIG":
-            action.metavar, action.help = "{NAME: VALUE, ...}", "Several of these at once."
+            action.metavar, action.help = "{NAME: VALUE, ...}", "Several arguments at once."
         elif isinstance(action.metavar, str):
             action.metavar = action.metavar.removeprefix("CONFIG | ")
         super().add_argument(action)
@@ -150,7 +150,9 @@ class OptionParser(ArgumentParser):
 
     def _add_choice(self, kind: Any, key: str, nested_key: str, link_to: str) -> None:
         if nested_key != key or link_to not in ("", "AUTOMATIC"):
-            raise ConfigError(f"add_{key}_args({nested_key!r}): Lumen configures one as {key}. {_SEVERAL}")
+            raise ConfigError(
+                f"add_{key}_args({nested_key!r}): Lumen configures a single {key}, named {key}. {_SEVERAL}"
+            )
         if isinstance(kind, type) and kind not in (Optimizer, LRScheduler):
             self.set_defaults({key: f"{kind.__module__}.{kind.__qualname__}"})
 
@@ -274,7 +276,9 @@ class CommandOptions:
             schedulers: The number of learning-rate schedulers in a list; None if the settings have at most one, not in
                 a list.
         """
-        parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of settings; the last one wins.")
+        parser.add_argument(
+            "--config", action=ActionConfigFile, help="A YAML file of settings; a later file overrides an earlier one."
+        )
         unused = {"ckpt_path", "average", "output"} if command in ("fit", None) else set()
         parser.add_class_arguments(Options, as_group=False, skip=unused)
         for key, kind, fixed in ("data", self.data, self.fixed_data), ("model", self.model, self.fixed_model):

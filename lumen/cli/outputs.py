@@ -65,7 +65,7 @@ def check_output(command: str, path: Path) -> None:
     if path.suffix not in _SUFFIXES[command]:
         raise ConfigError(f"--output {path}: {command} writes {' or '.join(_SUFFIXES[command])} files.")
     if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no directory {path.parent}. Create it.")
+        raise ConfigError(f"--output {path}: the directory {path.parent} does not exist. Create this directory.")
 
 
 def show_metrics(metrics: list[dict[str, float]], loaders: Loaders, title: str) -> None:
@@ -100,8 +100,8 @@ def show_predictions(batches: list[Any], output: str | None) -> None:
     for sample in islice(samples, _MAX_LINES):
         print(_format_brief(sample), file=stdout)
     description = f"the first {_MAX_LINES} predictions" if next(samples, None) is not None else "all predictions"
-    advice = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensors"
-    print(f"these are {description}. {advice if output is None else f'All are in {output}'}", file=stderr)
+    advice = "To save all predictions: --output FILE.jsonl, or FILE.safetensors for tensors"
+    print(f"printed {description}. {advice if output is None else f'All predictions are in {output}'}", file=stderr)
 
 
 def _iterate_texts(predictions: Any) -> Iterator[str]:
@@ -154,7 +154,7 @@ def write_results(results: list[Any], path: Path) -> None:
 def _as_plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    raise DataError(f"a {type(value).__name__} cannot be written. Return plain data or tensors from predict_step.")
+    raise DataError(f"cannot write a {type(value).__name__} to a file. Return plain data or tensors from predict_step.")
 
 
 def _join_batches(batches: list[Any]) -> dict[str, torch.Tensor]:
@@ -162,4 +162,6 @@ def _join_batches(batches: list[Any]) -> dict[str, torch.Tensor]:
     try:
         return {name: torch.cat([batch[name].cpu() for batch in named]) for name in named[0]}
     except (AttributeError, KeyError, RuntimeError) as error:
-        raise DataError(f".safetensors files hold tensors that can be joined: {error}. Write a .jsonl file.") from error
+        raise DataError(
+            f"cannot join the predictions of all batches for a .safetensors file: {error}. Write a .jsonl file."
+        ) from error

@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self._path.append("" if index is None else str(getattr(index, "value", index)))
         if len(self._path) > MAX_LEVELS:
-            raise YamlRefused(None, None, f"it is nested more than {MAX_LEVELS} levels deep", event.start_mark)
+            raise YamlRefused(None, None, f"the text is nested more than {MAX_LEVELS} levels deep", event.start_mark)
         if isinstance(index, yaml.ScalarNode) and index.tag not in _RESERVED_WORDS:
             self._check_duplicate(parent, index)
         node: Any = super().compose_node(parent, index)
@@ -69,21 +69,23 @@ class _Loader(yaml.SafeLoader):
         if place in self._lines:
             lines = f"lines {self._lines[place]} and {line}" if self._lines[place] != line else f"line {line}"
             path = ".".join(filter(None, self._path))
-            raise YamlRefused(None, None, f"{path} is set twice, in {lines}. Leave one of them out")
+            raise YamlRefused(None, None, f"{path} is set twice, in {lines}. Delete one of the two")
         self._lines[place] = line
 
     def _count_alias(self, node: Any, alias: Any) -> None:
         """Count the values of an alias, and refuse too many."""
         if node not in self._extents:
-            raise YamlRefused(None, None, f"the alias *{alias.anchor} stands for what it is part of", alias.start_mark)
+            raise YamlRefused(
+                None, None, f"the alias *{alias.anchor} refers to a value that contains the alias", alias.start_mark
+            )
         values, levels = self._extents[node]
         self._repeated += values
         if self._repeated > MAX_REPEATED_VALUES:
             raise YamlRefused(
-                None, None, f"its aliases stand for more than {MAX_REPEATED_VALUES:,} values", alias.start_mark
+                None, None, f"the aliases expand to more than {MAX_REPEATED_VALUES:,} values", alias.start_mark
             )
         if len(self._path) + levels > MAX_LEVELS:
-            problem = f"its aliases are nested more than {MAX_LEVELS} levels deep"
+            problem = f"the aliases are nested more than {MAX_LEVELS} levels deep"
             raise YamlRefused(None, None, problem, alias.start_mark)
 
     def _measure_node(self, node: Any) -> _NodeSize:

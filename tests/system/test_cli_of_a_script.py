@@ -105,7 +105,7 @@ def test_script_reads_configs_of_lumen_fit(printed):
 
 def test_another_class_than_the_scripts_is_refused():
     assert refused("--model", "tests.helpers.cli_tasks.Slope") == (
-        "model (the command line): the class is Line, which the script says, found tests.helpers.cli_tasks.Slope. "
+        "model (the command line): the script sets the class Line, found tests.helpers.cli_tasks.Slope. "
         "Leave class_path out."
     )
 
@@ -201,7 +201,7 @@ def test_skip_default_omits_what_the_script_sets(capsys):
 
 def test_a_linked_argument_is_no_setting():
     assert refused("--model.label", "mine", kind=Linked) == (
-        "model.label (the command line): it is taken from data.batch_size. Leave it out."
+        "model.label (the command line): Lumen takes label from data.batch_size. Leave label out."
     )
 
 
@@ -296,8 +296,8 @@ class Two(lumen.CLI):
 
 def test_several_optimizers_belong_into_the_task():
     assert refused(kind=Two) == (
-        "add_optimizer_args('generator'): Lumen configures one as optimizer. Several of them belong into "
-        "configure_optimizers of the task."
+        "add_optimizer_args('generator'): Lumen configures a single optimizer, named optimizer. Return "
+        "several from configure_optimizers of the task."
     )
 
 
@@ -344,8 +344,8 @@ class Misspelt(lumen.CLI):
 
 def test_a_method_that_nothing_calls_is_an_error():
     assert refused(kind=Misspelt) == (
-        "Misspelt.parse_arguments: nothing calls it. Use before_instantiate_classes, where the settings are "
-        "self.config.\nMisspelt.before_fti: nothing calls it. Did you mean before_fit?"
+        "Misspelt.parse_arguments: Lumen does not call this method. Use before_instantiate_classes, where "
+        "the settings are self.config.\nMisspelt.before_fti: Lumen does not call this method. Did you mean before_fit?"
     )
 
 
@@ -446,8 +446,8 @@ def test_lightning_environment_variables_raise(monkeypatch, run):
     with pytest.raises(ConfigError) as error:
         lumen.CLI(Line, Points, args=["fit"] if run else [], run=run)
     assert str(error.value) == (
-        f"the environment variable PL_{middle}TRAINER__MAX_STEPS is not read. "
-        f"Write LUMEN_{middle}TRAINER__MAX_STEPS, or unset it."
+        f"Lumen does not read the environment variable PL_{middle}TRAINER__MAX_STEPS. Set "
+        f"LUMEN_{middle}TRAINER__MAX_STEPS instead, or unset PL_{middle}TRAINER__MAX_STEPS."
     )
 
 

@@ -600,7 +600,7 @@ def test_checkpoints_of_another_run_are_refused_and_kept(tmp_path, memory):
     fit(tmp_path, memory, 4)
     put(memory / "step-00000099/state.json")
     before = sorted(MemoryFileSystem.store)
-    with pytest.raises(ConfigError, match=r"memory://bucket holds the checkpoints of another run"):
+    with pytest.raises(ConfigError, match=r"memory://bucket contains checkpoints of a different run"):
         fit(tmp_path, memory, 4)
     assert sorted(MemoryFileSystem.store) == before
 

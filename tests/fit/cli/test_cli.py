@@ -280,7 +280,7 @@ def test_errors_in_appended_values_are_reported(capsys):
     said = "trainer.callbacks.1.patince (the command line): EarlyStopping has no option patince. Did you mean patience?"
     assert said in capsys.readouterr().err
     assert main(["fit", "--config", "line.yaml", "--trainer.callbacks+=EarlyStopping"]) == 2
-    said = "trainer.callbacks.earlystopping (the command line): EarlyStopping needs monitor. Set it."
+    said = "trainer.callbacks.earlystopping (the command line): EarlyStopping needs monitor. Set monitor."
     assert said in capsys.readouterr().err
     assert main(["fit", "--config", "line.yaml", "--model.widths+=wide"]) == 2
     assert 'model.widths (the command line): expected a list of int, found [1, 2, "wide"].' in capsys.readouterr().err
@@ -405,7 +405,7 @@ def test_switching_a_nested_class_drops_its_arguments_too():
 
 def test_lr_schedule_without_scheduler_is_reported_unused(capsys):
     fit("--optimizer=SGD", "--lr_schedule.warmup_steps=5")
-    assert "lr_schedule says how lr_scheduler moves, but there is none" in capsys.readouterr().err
+    assert "ignoring lr_schedule: the config has no lr_scheduler" in capsys.readouterr().err
     fit("--optimizer=SGD")
     assert "lr_schedule" not in capsys.readouterr().err
 
@@ -705,7 +705,7 @@ def test_predicted_text_is_printed_and_written_as_lines(capsys):
     assert [json.loads(line) for line in Path("text.jsonl").read_text().splitlines()] == printed
 
 
-HOW_TO_KEEP = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensors"
+HOW_TO_KEEP = "To save all predictions: --output FILE.jsonl, or FILE.safetensors for tensors"
 
 
 @pytest.mark.parametrize(
@@ -715,7 +715,7 @@ def test_predicted_tensors_are_printed_one_sample_per_line(capsys, model, line):
     predict = ["predict", "--config", "line.yaml", f"--model=tests.helpers.cli_tasks.{model}", "--data.samples=8"]
     assert main(predict) == 0
     shown = capsys.readouterr()
-    assert f"these are all predictions. {HOW_TO_KEEP}" in shown.err
+    assert f"printed all predictions. {HOW_TO_KEEP}" in shown.err
     assert main([*predict, "--output", "kept.safetensors"]) == 0
     kept = load_file("kept.safetensors")["y" if model == "Columns" else "predictions"].flatten().tolist()
     outputs = [re.fullmatch(line, text).group(1) for text in shown.out.splitlines()]
@@ -736,7 +736,7 @@ def test_many_or_large_predictions_are_abbreviated(capsys):
     assert main([*predict, "--model=large.Large"]) == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines() == ["(5, 9) float32"] * 10
-    assert f"these are the first 10 predictions. {HOW_TO_KEEP}" in shown.err
+    assert f"printed the first 10 predictions. {HOW_TO_KEEP}" in shown.err
     assert main([*predict, "--model=large.Silent"]) == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines() == ["mine"] * 6

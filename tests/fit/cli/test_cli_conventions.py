@@ -102,7 +102,7 @@ def test_error_in_appended_value_names_the_file(refused):
 def test_option_without_callback_explains_the_syntax(refused, option, value):
     said = refused(f"--trainer.callbacks.{option}={value}")
     assert said.startswith(f"trainer.callbacks.{option} (the command line): lumen has no class {value}. ")
-    assert f"write which one, --trainer.callbacks.NAME.{option}={value}, or add the callback first: " in said
+    assert f"name the callback, --trainer.callbacks.NAME.{option}={value}, or add the callback first: " in said
     assert said.endswith(f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}={value}.")
 
 
@@ -122,7 +122,7 @@ def test_misspelled_callback_is_no_option(refused):
 def test_option_for_a_list_explains_appending(refused):
     Path("list.yaml").write_text("trainer: {callbacks: [LearningRateMonitor]}")
     said = refused("--config", "list.yaml", "--trainer.callbacks.patience=3")
-    assert "add to it by --trainer.callbacks+, or give its entries names" in said
+    assert "add an entry by --trainer.callbacks+, or give the entries names" in said
 
 
 # ---------------------------------------------------------------------- help
@@ -165,7 +165,10 @@ def test_short_c_option_and_later_files_win(printed):
 
 @pytest.mark.parametrize("key", ["model", "data", "trainer", "optimizer", "lr_scheduler"])
 def test_file_for_one_group_explains_config_files(refused, key):
-    said = f"--{key} {key}.yaml: write --config {key}.yaml, and in that file `{key}:` above these lines."
+    said = (
+        f"--{key} {key}.yaml: expected a value, found a file. Write --config {key}.yaml, with the settings "
+        f"below `{key}:` in this file."
+    )
     assert refused(f"--{key}", f"{key}.yaml") == said
 
 
@@ -212,7 +215,7 @@ def test_fit_options_with_other_names_are_suggested(refused):
         "ckpt_path (the command line): lumen has no option ckpt_path. For fit use trainer.resume."
     )
     Path("own.yaml").write_text("config: line.yaml")
-    assert refused("--config", "own.yaml").endswith("Config files are named by --config FILE alone.")
+    assert refused("--config", "own.yaml").endswith("Name config files by --config FILE only.")
 
 
 # ---------------------------------------------------------------------- values
@@ -230,7 +233,7 @@ def test_a_duration_is_never_read_as_a_number(refused, key, by_file):
     Path("often.yaml").write_text(f"trainer: {{{key}: 15:00}}")
     words = ["--config", "often.yaml"] if by_file else [f"--trainer.{key}", "15:00"]
     source = "often.yaml" if by_file else "the command line"
-    said = f"trainer.{key} ({source}): 15:00 would mean 900. For a duration write 015:00."
+    said = f"trainer.{key} ({source}): YAML reads 15:00 as 900. For a duration write 015:00."
     assert refused(*words) == said
 
 
@@ -260,7 +263,10 @@ def test_environment_variable_of_scripts_suggests_the_command_form(monkeypatch, 
     monkeypatch.setenv("LUMEN_TRAINER__MAX_STEPS", "3")
     assert main(["fit", "--model", "tests.helpers.cli_tasks.Line"]) == 2
     said = capsys.readouterr().err
-    assert "variable LUMEN_TRAINER__MAX_STEPS is not read. Write LUMEN_FIT__TRAINER__MAX_STEPS, or unset it." in said
+    assert (
+        "variable LUMEN_TRAINER__MAX_STEPS. Set LUMEN_FIT__TRAINER__MAX_STEPS instead, or unset "
+        "LUMEN_TRAINER__MAX_STEPS." in said
+    )
 
 
 @dataclass

@@ -72,7 +72,8 @@ def fit(refused, *words, config=None):
         ("ckpt_path: best", "ckpt_path (second.yaml): lumen has no option ckpt_path."),
         (
             "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: best}}]}",
-            "ModelCheckpoint has no option filename. Checkpoints are named by their step, and none is ever overwritten.",
+            "ModelCheckpoint has no option filename. Lumen names each checkpoint by its step, and never overwrites a "
+            "checkpoint.",
         ),
         (
             "trainer: {callbacks: {bar: {class_path: ProgressBar, init_args: {plain_every: 3}}}}",
@@ -143,12 +144,12 @@ def test_wrong_value_names_its_last_source(refused):
     [
         (
             ["fit", "line.yaml"],
-            "'line.yaml' stands alone. Settings are written --key value, config files --config FILE.",
+            "'line.yaml' has no key. Write a setting as --key value, a config file as --config FILE.",
         ),
         (["fit", "--config", "line.yaml", "--model.widths", "1", "2"], "'2' stands alone"),
         (["fit"], "no model is configured. Give --config FILE, or --model module.Class."),
         (["fti"], "lumen has no command fti. Did you mean fit?"),
-        (["dance"], "lumen has no command dance. lumen --help lists them."),
+        (["dance"], "lumen has no command dance. lumen --help lists all commands."),
         (
             ["fit", "--trainer.callbacks.help"],
             "expected one argument. For the options of a class write --model.help module.Class.",
@@ -212,18 +213,18 @@ def test_missing_module_lists_searched_directories(refused, monkeypatch, tmp_pat
     monkeypatch.chdir("elsewhere")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "added"))
     fit_words = ["fit", "--config", "../project/configs/mine.yaml"]
-    looked = f"It was looked for in {tmp_path}/elsewhere (where lumen was started), {tmp_path}/added and among what is"
-    advice = f"It is in {tmp_path}/project: start lumen there, or add that to PYTHONPATH."
+    looked = f"Python searched {tmp_path}/elsewhere (where lumen was started), {tmp_path}/added and the installed"
+    advice = f"The module is in {tmp_path}/project: start lumen there, or add that directory to PYTHONPATH."
     begin = (
         "model (../project/configs/mine.yaml): cannot import my_tasks_of_c11.Line: there is no module my_tasks_of_c11."
     )
-    assert refused(*fit_words) == f"{begin} {looked} installed. {advice}\n"
+    assert refused(*fit_words) == f"{begin} {looked} packages. {advice}\n"
     said = refused(*fit_words, "--model", "package.Line")
-    assert f"there is no module package. {looked} installed. It is in {tmp_path}/project: start" in said
+    assert f"there is no module package. {looked} packages. The module is in {tmp_path}/project: start" in said
     said = refused(*fit_words, "--model", "nowhere_at_all.Line")
-    assert "Start lumen in the directory that it is in, or add that to PYTHONPATH." in said
+    assert "Start lumen in the directory of this module, or add that directory to PYTHONPATH." in said
     said = refused(*fit_words, "--model", "tests.helpers.cli_task.Line")
-    assert f"Did you mean cli_tasks or tasks? It was looked for in {Path(cli_tasks.__file__).parent}." in said
+    assert f"Did you mean cli_tasks or tasks? Python searched {Path(cli_tasks.__file__).parent}." in said
     monkeypatch.chdir(tmp_path / "project")
     assert main(["fit", "--config", "configs/mine.yaml", "--print_config"]) == 0
 
@@ -245,8 +246,8 @@ def test_missing_data_file_near_config_is_located(monkeypatch, tmp_path, absolut
     monkeypatch.chdir("elsewhere")
     with pytest.raises(FileNotFoundError) as caught:
         main(["fit", "--config", "../project/configs/mine.yaml"])
-    said = f"data/iris.csv was looked for in {tmp_path}/elsewhere, where lumen was started."
-    assert caught.value.__notes__[-1] == f"{said} It is in {tmp_path}/project: start there."
+    said = f"lumen was started in {tmp_path}/elsewhere, but data/iris.csv is in {tmp_path}/project."
+    assert caught.value.__notes__[-1] == f"{said} Start lumen there."
     (tmp_path / "project/data/iris.csv").unlink()
     with pytest.raises(FileNotFoundError) as caught:
         main(["fit", "--config", "../project/configs/mine.yaml"])
@@ -322,7 +323,7 @@ def test_missing_required_argument_is_named(refused):
         refused, "--optimizer=SGD", "--lr_scheduler=StepLR"
     )
     orphan = fit(refused, "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5")
-    assert "lr_scheduler: it needs the optimizer that it schedules. Set optimizer too." in orphan
+    assert "lr_scheduler needs an optimizer. Set optimizer too." in orphan
     linear = fit(refused, "--model.encoder", "{class_path: torch.nn.Linear}", "--model.encoder.in_features=3")
     assert "model.encoder (the command line): Linear needs out_features." in linear
     early = "trainer.callbacks.early (the command line): EarlyStopping needs monitor."
@@ -331,7 +332,7 @@ def test_missing_required_argument_is_named(refused):
 
 def test_value_rejected_by_optimizer_is_a_config_error(capsys):
     assert main(["fit", "--config", "line.yaml", "--optimizer=SGD", "--optimizer.lr=-1"]) == 2
-    said = "error: torch.optim.SGD does not take these arguments: Invalid learning rate: -1.0"
+    said = "error: torch.optim.SGD does not accept these arguments: Invalid learning rate: -1.0"
     assert said in capsys.readouterr().err
 
 
@@ -339,8 +340,8 @@ def test_naming_one_callback_does_not_drop_a_list(refused):
     config = "trainer: {callbacks: [LearningRateMonitor]}"
     said = fit(refused, "--trainer.callbacks.early.patience=3", config=config)
     assert (
-        "trainer.callbacks is a list: write all of it anew, add to it by --trainer.callbacks+, or give its entries names."
-        in said
+        "trainer.callbacks is a list. Write the whole list, add an entry by --trainer.callbacks+, or give "
+        "the entries names." in said
     )
 
 
@@ -351,10 +352,10 @@ def test_missing_argument_names_both_ways_to_set_it(refused):
     Path("blank.py").write_text("import lumen\n\nclass Blank(lumen.DataModule):\n    pass\n")
     said = fit(refused, "--data", "blank.Blank")
     assert (
-        "model.width is required and not set. Set it in the config or as --model.width, or give Blank an attribute width"
+        "model.width is required and not set. Set width in the config or as --model.width, or give Blank an attribute width"
         in said
     )
-    assert "model (line.yaml): Line needs width. Set it." in fit(refused, "--data", "null")
+    assert "model (line.yaml): Line needs width. Set width." in fit(refused, "--data", "null")
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -406,7 +407,7 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
     )
     for key in ("0.5", "1.0"):
         assert (
-            f"trainer.accumulate_grad_batches (the command line): a key is a whole number, found {key}. Write"
+            f"trainer.accumulate_grad_batches (the command line): a key must be a whole number, found {key}. Write"
             in fit(refused, f"--trainer.accumulate_grad_batches={{0: 1, {key}: 2}}")
         )
     assert main(["fit", "--config", "line.yaml", "--trainer.resume=nowhere"]) == 1
@@ -440,7 +441,7 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
         (["--trainer.strategy=dpp"], "trainer.strategy (the command line): 'dpp' is unknown; use auto, single, ddp or fsdp"),
         (["--trainer.strategy=deepspeed"], "trainer.strategy (the command line): 'deepspeed' is unknown; use fsdp, which"),
         (["--trainer.num_nodes=0"], "trainer.num_nodes (the command line): must be at least 1, found 0."),
-        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val (the command line): must be more than 0 (None: none), found -1.0."),
+        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val (the command line): must be more than 0, or None, found -1.0."),
         (["--trainer.global_batch_size=8", "--trainer.accumulate_grad_batches=2"], "global_batch_size and accumulate_grad_batches both set the size of a step. Set only one of them."),
         (["--trainer.val_check_interval=2.5"], "trainer.val_check_interval (the command line): a fraction of an epoch is in (0, 1], found 2.5."),
         (["--trainer.limit_train_batches=-1"], "trainer.limit_train_batches (the command line): expected a count >= 0 or a fraction of at most 1.0, found -1."),
@@ -449,13 +450,14 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
         (["--ckpt_path=last"], "ckpt_path (the command line): lumen has no option ckpt_path. For fit use trainer.resume."),
         (["--trainer.gpus=2"], "trainer.gpus (the command line): Trainer has no option gpus. Use accelerator and devices."),
         (["--data.path=x"], "data.path (the command line): Points has no option path."),
-        (["--data=x.yaml"], "--data x.yaml: write --config x.yaml, and in that file `data:` above these lines."),
+        (["--data=x.yaml"], "--data x.yaml: expected a value, found a file. Write --config x.yaml, with the settings below `data:` "
+"in this file."),
         (["--trainer.max_restarts=-1"], "trainer.max_restarts (the command line): must be at least 0, found -1."),
         (["--trainer.log_level=LOUD"], "trainer.log_level (the command line): expected DEBUG, INFO, WARNING or ERROR, found 'LOUD'."),
         (["--trainer.name=a/b"], "'a/b' cannot name a run: use a name without '/' or"),
         (["--trainer=x"], "trainer (the command line): expected `name: value` lines, found 'x'."),
         (["--config", "."], "cannot read the config file .: Is a directory."),
-        (["-v"], "'-v' stands alone. Settings are written --key value, config files --config FILE."),
+        (["-v"], "'-v' has no key. Write a setting as --key value, a config file as --config FILE."),
         (["--config"], "--config: no file is named. Write --config FILE."),
     ],
 )  # fmt: skip

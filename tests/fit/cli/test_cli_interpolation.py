@@ -95,14 +95,14 @@ def test_the_saved_config_repeats_the_run(monkeypatch):
 def test_mandatory_values_are_named_until_given(refused):
     Path("more.yaml").write_text("model:\n  width: ???\n  lr: ???\ntrainer:\n  max_epochs: ???\n")
     lines = refused("--config", "more.yaml", "--model.lr", "0.1").splitlines()
-    said = "(more.yaml): ???: it must be given. Set it."
+    said = "(more.yaml): ???: this setting is required. Set a value."
     assert lines == [f"error: trainer.max_epochs {said}", f"model.width {said}"]
     assert trained("--config", "more.yaml", "--model.width=4", "--model.lr=0.5", "--trainer.max_epochs=1").lr == 0.5
 
 
 UNKNOWN = "model.lr (the command line): ${data.widht}: data.widht is not set. Did you mean data.width?"
-CIRCLE = "model.lr (the command line): ${model.width}: it leads back to itself."
-NOT_READ = "model.lr (the command line): ${model.width: this cannot be read. Another setting is ${key.path};"
+CIRCLE = "model.lr (the command line): ${model.width}: this reference leads back to itself."
+NOT_READ = "model.lr (the command line): ${model.width: this reference cannot be read. Write ${key.path}"
 WRONG_TYPE = "model.lr (the command line): expected float, found 'many'."
 IN_BRACES = "(line 1, column 17). Between braces and brackets write '${...}' and '???' in quotes."
 
@@ -111,7 +111,7 @@ IN_BRACES = "(line 1, column 17). Between braces and brackets write '${...}' and
     ("words", "said"),
     [
         (["--model.lr=${data.widht}"], UNKNOWN),
-        (["--model.lr=${data.batch_size}"], "data.batch_size is not set. Set it: what a class has by default"),
+        (["--model.lr=${data.batch_size}"], "data.batch_size is not set. Set this key: references do not see"),
         (["--model.lr=${model.width}", "--model.width=${model.lr}"], CIRCLE),
         (["--model.lr=${model.width"], NOT_READ),
         (["--model.lr=${oc.env:NOWHERE}"], "the environment variable NOWHERE is not set. Run: export NOWHERE=VALUE."),

@@ -215,7 +215,8 @@ def test_the_config_that_lightning_saves(capsys):
     said = problems(SAVED, capsys)
     assert said.keys() == {"lr_scheduler", "lr_scheduler.monitor"}  # what is as it is by default says nothing
     assert said["lr_scheduler"] == (
-        "lightning.pytorch.cli.ReduceLROnPlateau is Lightning's. Write torch.optim.lr_scheduler.ReduceLROnPlateau."
+        "lightning.pytorch.cli.ReduceLROnPlateau is a class of Lightning. Write "
+        "torch.optim.lr_scheduler.ReduceLROnPlateau."
     )
     assert said["lr_scheduler.monitor"].endswith("Use lr_schedule.monitor.")
     config = yaml.safe_load(SAVED)
@@ -269,7 +270,7 @@ def test_a_config_of_an_old_version(capsys):
     )  # fmt: skip
     for name in gone:
         assert f"Trainer has no option {name}. " in said.pop(f"trainer.{name}")
-    assert said.pop("trainer.strategy").endswith("DDPStrategy is Lightning's. Write lumen.DDP.")
+    assert said.pop("trainer.strategy").endswith("DDPStrategy is a class of Lightning. Write lumen.DDP.")
     assert said.pop("trainer.callbacks.lr").endswith("Write lumen.LearningRateMonitor.")
     assert "Did you mean logging_interval?" in said.pop("trainer.callbacks.lr.logging_intervall")
     assert said.pop("trainer.callbacks.bar").endswith("Write lumen.ProgressBar.")

@@ -159,7 +159,7 @@ def test_a_masked_config_says_what_to_put_there(monkeypatch, capsys):
     fit(f"--model.api_key={VALUE}")
     assert main(["fit", "--config", "runs/line/config.yaml"]) == 2
     option = "--model.api_key '${oc.env:NAME}'"
-    said = f"model.api_key (runs/line/config.yaml): {MASK}: it was masked when it was recorded. Write {option}"
+    said = f"model.api_key (runs/line/config.yaml): {MASK}: the recorded config masks this value. Write {option}"
     assert said in capsys.readouterr().err
     monkeypatch.setenv("NAME", VALUE)
     assert fit("--model.api_key=${oc.env:NAME}", config="runs/line/config.yaml")[1].hparams.api_key == VALUE

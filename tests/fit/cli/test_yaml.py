@@ -53,11 +53,11 @@ def bomb(levels, width=9):
     ],
 )  # fmt: skip
 def test_duplicate_key_names_both_lines(refused, config, said):
-    assert refused(config=config) == f"cannot read the config file second.yaml: {said}. Leave one of them out."
+    assert refused(config=config) == f"cannot read the config file second.yaml: {said}. Delete one of the two."
 
 
 def test_duplicate_key_in_a_value_is_named(refused, monkeypatch):
-    said = "trainer.callbacks: early.patience is set twice, in line 1. Leave one of them out."
+    said = "trainer.callbacks: early.patience is set twice, in line 1. Delete one of the two."
     value = "{early: {class_path: EarlyStopping, patience: 1, patience: 2}}"
     assert refused("--trainer.callbacks", value) == said
     monkeypatch.setenv("LUMEN_FIT__TRAINER__CALLBACKS", value)
@@ -93,14 +93,14 @@ def test_merge_keys_and_aliases_follow_yaml():
 
 def test_alias_bombs_raise_before_expansion(refused):
     assert refused(config=bomb(9)).startswith(
-        "cannot read the config file second.yaml: its aliases stand for more than 100,000 values (line "
+        "cannot read the config file second.yaml: the aliases expand to more than 100,000 values (line "
     )
     merged = "a: &a {x0: 1}\n" + "".join(
         f"{letter}: &{letter} {{<<: [{', '.join([f'*{before}'] * 30)}]}}\n" for before, letter in zip("abcde", "bcdef", strict=True)
     )  # fmt: skip
-    assert "its aliases stand for more than 100,000 values" in refused(config=merged)
+    assert "the aliases expand to more than 100,000 values" in refused(config=merged)
     in_words = bomb(9).replace("\n", " ").removeprefix("model: {init_args: {widths:").strip()[:-2]
-    assert "its aliases stand for more than 100,000 values" in refused("--model.widths", in_words)
+    assert "the aliases expand to more than 100,000 values" in refused("--model.widths", in_words)
 
 
 def test_as_many_as_are_said_may_be_repeated(monkeypatch):
@@ -108,7 +108,7 @@ def test_as_many_as_are_said_may_be_repeated(monkeypatch):
     half = f"a: &a [{', '.join(['1'] * 49)}]\nb: *a\nc: *a\n"
     found = load_yaml(half)
     assert found["a"] == found["b"] == found["c"]
-    with pytest.raises(yaml.YAMLError, match="aliases stand for more than 100 values"):
+    with pytest.raises(yaml.YAMLError, match="aliases expand to more than 100 values"):
         load_yaml(half + "d: &d 1\ne: *d\n")
     assert load_yaml(f"[{', '.join(['1'] * 1000)}]") == [1] * 1000  # written out there may be any number
 
@@ -117,12 +117,12 @@ def test_as_many_as_are_said_may_be_repeated(monkeypatch):
 def test_recursive_alias_raises(refused, config):
     said = refused(config=config)
     assert said.startswith("cannot read the config file second.yaml: the alias *")
-    assert "stands for what it is part of (line 1, column " in said
+    assert "refers to a value that contains the alias (line 1, column " in said
 
 
 @pytest.mark.parametrize("nested", ["[" * 10_000, "{a: " * 10_000, "- " * 10_000, "? " * 10_000])
 def test_deep_nesting_raises_before_stack_overflow(refused, nested):
-    said = "it is nested more than 100 levels deep (line 1, column "
+    said = "the text is nested more than 100 levels deep (line 1, column "
     assert refused(config=nested).startswith(f"cannot read the config file second.yaml: {said}")
     if nested[0] in "[{":
         assert said in refused("--trainer.callbacks", nested)
@@ -134,7 +134,7 @@ def test_nesting_by_aliases_counts_too(refused):
     steps = 40
     chain = "a0: &a0 " + "[" * steps + "]" * steps + "\n"
     chain += "".join(f"a{k}: &a{k} {'[' * steps}*a{k - 1}{']' * steps}\n" for k in range(1, 50))
-    assert "its aliases are nested more than 100 levels deep (line 3, column " in refused(config=chain)
+    assert "the aliases are nested more than 100 levels deep (line 3, column " in refused(config=chain)
 
 
 def test_nesting_at_the_limit_is_accepted(capsys):
