@@ -54,7 +54,7 @@ class Compilation(AbstractContextManager["Compilation"]):
         self._blocks: list[str] = [blocks] if isinstance(blocks, str) else list(blocks or ())
         if unknown := set(options) - set(_OPTIONS):
             raise ConfigError(
-                f"compile: unknown option {', '.join(sorted(unknown))}; there are blocks, {', '.join(_OPTIONS)}."
+                f"compile: unknown option {', '.join(sorted(unknown))}. The options are blocks, {', '.join(_OPTIONS)}."
             )
         self._options = {"dynamic": False} | options
         self._compiled: list[nn.Module] = []
@@ -80,13 +80,14 @@ class Compilation(AbstractContextManager["Compilation"]):
             return
         if shards:
             raise ConfigError(
-                f"compile: CUDA graphs ({self.setting}) read parameters where they lay when they were recorded, but "
-                "this strategy gathers them anew. Use mode: max-autotune-no-cudagraphs, or strategy: ddp."
+                f"compile: CUDA graphs ({self.setting}) read parameters at fixed addresses, but this strategy "
+                "gathers parameters at new addresses. Use mode: max-autotune-no-cudagraphs, or strategy: ddp."
             )
         if accumulates:
             raise ConfigError(
-                f"compile: with CUDA graphs ({self.setting}) the gradients of a micro-batch lie where the next one's "
-                "will, so that they cannot be summed. Use mode: max-autotune-no-cudagraphs, or one micro-batch a step."
+                f"compile: with CUDA graphs ({self.setting}) each micro-batch overwrites the gradients of the "
+                "previous micro-batch, so that gradients cannot be summed. Use mode: max-autotune-no-cudagraphs, or "
+                "one micro-batch per step."
             )
 
     def check_task(self, task: nn.Module) -> None:
@@ -121,8 +122,8 @@ class Compilation(AbstractContextManager["Compilation"]):
             found = {type(module).__name__ for module in task.modules()}
             if missing := [name for name in self._blocks if name not in found]:
                 raise ConfigError(
-                    f"compile: no module of {type(task).__name__} is a {' or a '.join(missing)}; "
-                    f"its classes are {', '.join(sorted(found))}."
+                    f"compile: no module of {type(task).__name__} is a {' or a '.join(missing)}. The classes of the "
+                    f"modules are {', '.join(sorted(found))}."
                 )
             return [module for module in task.modules() if type(module).__name__ in self._blocks]
         targets = [task] if type(task).forward is not nn.Module.forward else []
@@ -180,19 +181,21 @@ def _explain_compile_error(error: BaseException | None) -> None:
         return
     if topic == "versions":
         raise ConfigError(
-            f"compile: one module needed more than {_VERSIONS} compiled versions, one for each shape it met and each "
-            "value of a number it read; torch's warning says which. Pad the batches to few shapes, or set compile: "
-            "{dynamic: true} (a resumed run is then equal within rounding). A number that changes, such as "
-            "self.global_step, belongs into training_step, or into a tensor."
+            f"compile: one module needed more than {_VERSIONS} compiled versions. torch compiles a version for each "
+            "shape, and for each value of a number that the code reads; torch's warning names the cause. Pad the "
+            "batches to few shapes, or set compile: {dynamic: true} (a resumed run is then equal within "
+            "rounding). Read a number that changes, such as self.global_step, in training_step, or store the number "
+            "in a tensor."
         ) from error
     if "InvalidCxxCompiler" in str(error):
         raise ConfigError(
-            f"compile: there is no C++ compiler, which compiling for the CPU needs: {_get_first_line(error)}. Install "
-            "g++ or clang++, name one in the environment variable CXX, or set compile: false."
+            f"compile: compiling for the CPU needs a C++ compiler, and none was found: {_get_first_line(error)}. "
+            "Install g++ or clang++, name a compiler in the environment variable CXX, or set compile: false."
         ) from error
     raise ConfigError(
-        f"compile: torch.compile failed: {type(error).__name__}: {_get_first_line(error)}. Try compile: false. If that "
-        "works, name the classes of blocks to compile (compile: [Block]); if not, the model has a mistake."
+        f"compile: torch.compile failed: {type(error).__name__}: {_get_first_line(error)}. Try compile: false. If "
+        "the run then works, name the classes of blocks to compile (compile: [Block]). Otherwise the model has an "
+        "error."
     ) from error
 
 

@@ -176,7 +176,7 @@ def _describe_loaders(owner: DataModule, method: str) -> str:
     try:
         return _describe_loader(getattr(owner, method)())
     except Exception as error:
-        return f"not there yet ({type(error).__name__}: {error})"
+        return f"not available yet ({type(error).__name__}: {error})"
 
 
 def _describe_loader(loader: Any) -> str:

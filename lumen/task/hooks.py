@@ -25,7 +25,7 @@ OPTIMIZATION_METHODS = (
     "lr_scheduler_step",
 )  # fmt: skip
 
-_EPOCH_END = "Keep what the steps compute in a list of your own and read it in {}; means are self.log's business."
+_EPOCH_END = "Append the results of steps to a list, and read the list in {}. For means call self.log."
 _BEFORE_TRAINING = "Write on_fit_start or on_train_start."
 _EVERY_EPOCH = "Write {0} for each stage: on_train_{1}, on_validation_{1}, on_test_{1}."
 _SHARED_HOOKS = {
@@ -36,13 +36,13 @@ _SHARED_HOOKS = {
     "on_pretrain_routine_start": _BEFORE_TRAINING,
     "on_pretrain_routine_end": _BEFORE_TRAINING,
 }
-_DATALOADER_HOOKS = {f"on_{loader}": f"Do it in {loader}." for loader in LOADERS}
+_DATALOADER_HOOKS = {f"on_{loader}": f"Move the code into {loader}." for loader in LOADERS}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Methods that were hooks in some version of Lightning 1 or 2, by owner, with their replacements.
 NOT_CALLED: Mapping[str, Mapping[str, str]] = {
     "task": _SHARED_HOOKS | _DATALOADER_HOOKS | {
         "configure_sharded_model": "Write configure_model.",
-        **{f"{step}_end": f"Every process has its own batch: compute the loss in {step} itself." for step in _STEPS},
+        **{f"{step}_end": f"Every process has its own batch: compute the loss in {step}." for step in _STEPS},
         "training_epoch_end": _EPOCH_END.format("on_train_epoch_end"),
         "validation_epoch_end": _EPOCH_END.format("on_validation_epoch_end"),
         "test_epoch_end": _EPOCH_END.format("on_test_epoch_end"),
@@ -53,8 +53,8 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
         "get_progress_bar_dict": "Log with prog_bar=True; Trainer(callbacks=[lumen.ProgressBar(...)]) has the rest.",
         "on_hpc_save": "Write on_save_checkpoint.",
         "on_hpc_load": "Write on_load_checkpoint.",
-        "add_to_queue": "Nothing is spawned: the task that fit was given is the trained one.",
-        "get_from_queue": "Nothing is spawned: the task that fit was given is the trained one.",
+        "add_to_queue": "Lumen spawns no processes: fit trains the task object that it receives.",
+        "get_from_queue": "Lumen spawns no processes: fit trains the task object that it receives.",
     },
     "data module": _DATALOADER_HOOKS | {
         "on_exception": "Write on_exception of the task or of a callback; teardown is always called.",
@@ -160,18 +160,20 @@ def check_task(task: Any, data: Any = None) -> None:
     if not isinstance(task, TaskModule):
         advice = "Subclass lumen.TaskModule."
         if isinstance(data, TaskModule):
-            advice = f"The task comes first, and then the data: ({type(data).__name__}, {describe_type(task)})."
+            advice = f"Pass the task first, then the data: ({type(data).__name__}, {describe_type(task)})."
         elif inspect.isclass(task) and issubclass(task, TaskModule):
-            advice = f"Make one: {task.__name__}(...)."
+            advice = f"Create an object: {task.__name__}(...)."
         raise ConfigError(f"expected a TaskModule, found {describe_type(task)}. {advice}")
     if "training" not in vars(task):
         raise ConfigError(
-            f"{type(task).__name__}.__init__ does not call super().__init__(), which makes it a torch.nn.Module. Call "
-            "it first."
+            f"{type(task).__name__}.__init__ does not call super().__init__(), which initializes torch.nn.Module. "
+            "Call super().__init__() first."
         )
     for name in ("configure_optimizers", "predict_step"):
         if getattr(task, name) is None:
-            raise ConfigError(f"{type(task).__name__}.{name} is None. Define it, or delete the line that sets it.")
+            raise ConfigError(
+                f"{type(task).__name__}.{name} is None. Define {name}, or delete the line that sets {name} to None."
+            )
 
 
 def check_loaders(where: str, loaders: Any) -> None:
@@ -188,13 +190,13 @@ def check_loaders(where: str, loaders: Any) -> None:
         for each in loaders.values() if isinstance(loaders, dict) else loaders:
             check_loaders(where, each)
     elif isinstance(loaders, DataModule):
-        raise ConfigError(f"{where}: found the data module {describe_type(loaders)}. Give it alone, as datamodule=...")
-    elif isinstance(loaders, TaskModule):
         raise ConfigError(
-            f"{where}: found the task {describe_type(loaders)}. A loader belongs there, or a data module."
+            f"{where}: found the data module {describe_type(loaders)}. Pass the data module alone, as datamodule=..."
         )
+    elif isinstance(loaders, TaskModule):
+        raise ConfigError(f"{where}: found the task {describe_type(loaders)}. Pass a loader or a data module.")
     elif inspect.isclass(loaders):
-        raise ConfigError(f"{where}: found {describe_type(loaders)}. Make one: {loaders.__name__}(...).")
+        raise ConfigError(f"{where}: found {describe_type(loaders)}. Create an object: {loaders.__name__}(...).")
 
 
 def check_training(task: Any, data: Any, *, has_optimizer: bool) -> None:
@@ -225,7 +227,7 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
         if uncalled := [name for name in NOT_CALLED[kind] if _is_defined(owner, name)]:
             lines = "\n".join(f"  {name}: {NOT_CALLED[kind][name]}" for name in uncalled)
             raise ConfigError(
-                f"{type(owner).__name__} defines what Lumen does not call of a {kind}. Write instead:\n{lines}"
+                f"{type(owner).__name__} defines methods that Lumen does not call for a {kind}. Replacements:\n{lines}"
             )
         for name in (*_CALLED[kind], *(_STEPS if kind == "task" else ())):
             _refuse_property(owner, name)
@@ -249,7 +251,7 @@ def describe_misspelt_hooks(task: TaskModule, datamodule: DataModule | None, cal
         for name in _list_added_methods(owner, kind):
             matches = difflib.get_close_matches(name, undefined, n=1, cutoff=_MIN_SIMILARITY)
             if matches and name[-1].isalpha():  # a name such as `train_dataloader_` is intended
-                found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {matches[0]}?")
+                found.append(f"Lumen does not call {type(owner).__name__}.{name}. Did you mean {matches[0]}?")
     return found
 
 
@@ -257,8 +259,10 @@ def describe_overridden_state_dicts(task: TaskModule) -> list[str]:
     """Return a warning for each class in a task that overrides the `state_dict` of its library."""
     kinds = dict.fromkeys(type(module) for module in task.modules())
     return [
-        f"{kind.__name__}.state_dict is not called: checkpoints have all parameters and buffers. Leave a buffer out by "
-        "register_buffer(persistent=False), a frozen module by keeping it in a list that is no ModuleList."
+        (
+            f"Lumen does not call {kind.__name__}.state_dict: checkpoints contain all parameters and buffers. To omit "
+            "a buffer, use register_buffer(persistent=False). To omit a frozen module, keep the module in a plain list."
+        )
         for kind in kinds
         if kind.state_dict.__module__.partition(".")[0] not in _LIBRARIES
     ]
@@ -315,8 +319,8 @@ def _check_signature(owner: Any, name: str, leading: int, *, requires_all: bool 
     hook, arguments = getattr(owner, name), _list_arguments(name, leading)
     accepted = _count_accepted(hook, arguments)
     if accepted is None or (requires_all and accepted < len(arguments)):
-        optional = "" if requires_all or not arguments else "; the last of them may be left out"
-        raise ConfigError(f"{as_defined(hook)}: it is called with ({', '.join(arguments)}){optional}.")
+        optional = "" if requires_all or not arguments else "; the last arguments may be omitted"
+        raise ConfigError(f"{as_defined(hook)}: Lumen calls this method with ({', '.join(arguments)}){optional}.")
     if name in HOOKS or name in MODE_HOOKS or name == "configure_callbacks":
         _refuse_generators(hook)
 
@@ -325,7 +329,9 @@ def _refuse_generators(method: Callable[..., Any]) -> None:
     """Raise an error for a coroutine or generator function: calling it would not run its code."""
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
         word = "`async`" if inspect.iscoroutinefunction(method) else "`yield`"
-        raise ConfigError(f"{as_defined(method)}: nothing would run of it when it is called. Write it without {word}.")
+        raise ConfigError(
+            f"{as_defined(method)}: calling this method would not run its code. Write the method without {word}."
+        )
 
 
 def as_defined(method: Callable[..., Any]) -> str:

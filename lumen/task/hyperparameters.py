@@ -23,7 +23,7 @@ class Hyperparameters(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"no hyperparameter is named {name!r}; there are: {', '.join(self) or 'none'}"
+                f"no hyperparameter is named {name!r}; the hyperparameters are: {', '.join(self) or 'none'}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -81,8 +81,8 @@ class HasHyperparameters:
         elif names:
             if unknown := [name for name in names if name not in collected]:
                 raise ConfigError(
-                    f"save_hyperparameters: {type(self).__name__} has no argument {', '.join(unknown)}; "
-                    f"there are: {', '.join(collected) or 'none'}."
+                    f"save_hyperparameters: {type(self).__name__} has no argument {', '.join(unknown)}; the "
+                    f"arguments are: {', '.join(collected) or 'none'}."
                 )
             collected = {name: collected[name] for name in names}
         self.hparams.update(collected)
@@ -101,8 +101,8 @@ class HasHyperparameters:
         """
         if hparams_file is not None:
             raise ConfigError(
-                f"load_from_checkpoint: hparams_file={str(hparams_file)!r} is not read: a checkpoint has its "
-                "hyperparameters. Give others by name, load_from_checkpoint(PATH, lr=0.1), or "
+                f"load_from_checkpoint: hparams_file={str(hparams_file)!r} is not supported: a checkpoint contains "
+                "its hyperparameters. Pass other values by name, load_from_checkpoint(PATH, lr=0.1), or "
                 "**yaml.safe_load(open(FILE))."
             )
         from lumen.checkpoint.load.load_weights import (
@@ -131,8 +131,8 @@ def _as_dictionary(hparams: Any) -> dict[str, Any]:
     if isinstance(hparams, SimpleNamespace | Namespace):
         return dict(vars(hparams))
     raise ConfigError(
-        f"save_hyperparameters: expected names of arguments, or a dictionary, namespace or dataclass, found "
-        f"{hparams!r}. Call it without arguments to keep those of __init__."
+        "save_hyperparameters: expected names of arguments, or a dictionary, namespace or dataclass, found "
+        f"{hparams!r}. Call save_hyperparameters() to save all arguments of __init__."
     )
 
 

@@ -41,9 +41,9 @@ from lumen.task.task_module import TaskModule
 
 _Layout = tuple[Any, ...]
 _ADVICE = (
-    "Parameters of layers built in configure_model get their values from the task's init_weights(module, name), by "
-    "default from the module's reset_parameters: define it for modules that make theirs otherwise. Values from "
-    "elsewhere, such as a pretrained model's, are loaded by init_from; or build the layers in __init__."
+    "The task's init_weights(module, name) initializes layers built in configure_model, by default with the "
+    "module's reset_parameters. Override init_weights for other modules. Load pretrained values by init_from, or "
+    "build the layers in __init__."
 )
 
 
@@ -185,8 +185,8 @@ class InitRecorder(TorchDispatchMode):
         for tensor in written:
             if name := self.protected.get(get_memory_id(tensor)):
                 raise ConfigError(
-                    f"init_weights writes {name} by {operation}, which has its values already. Let it write "
-                    "parameters of the module that it is given, and of the modules in that one."
+                    f"init_weights writes {name} by {operation}, but {name} has its values already. Write only "
+                    "parameters of the given module and its submodules."
                 )
         result = function(*args, **kwargs)
         if written:
@@ -294,8 +294,8 @@ def redirect_references(old: nn.Parameter, find: Callable[[], Any], name: str) -
 
     def refuse(_: torch.Tensor) -> None:
         raise TrainingError(
-            f"a gradient has come to {name} through a view of it that was made before training placed it, when it was "
-            "another tensor. Make the view in the step, where it is used."
+            f"a gradient reached {name} through a view that was created before training replaced this parameter. "
+            "Create the view inside the step."
         )
 
     set_gradient_hooks(old, (None, None))
@@ -323,9 +323,9 @@ def update_references(optimizer: Optimizer) -> None:
             optimizer.state[get_current(parameter)] = optimizer.state.pop(parameter)
     if repeated := len(held) - len({id(get_current(parameter)) for parameter in held}):
         raise ConfigError(
-            f"{repeated} parameters are in two places of the optimizer: once as they are, and once by a reference from "
-            "before the strategy cut them up, which is another object. Tell parameters apart by their names, "
-            "self.named_parameters(), in configure_optimizers."
+            f"the optimizer has {repeated} parameters twice: the parameter itself, and a reference from before the "
+            "strategy sharded the parameter. Select parameters by name, with self.named_parameters(), in "
+            "configure_optimizers."
         )
 
 
@@ -387,8 +387,8 @@ class DeferredInit:
                 if not re.search("meta|incompatible tensor type", str(error)):
                     raise
                 raise ConfigError(
-                    f"configure_model of {type(task).__name__} needs the values of parameters, which have none yet: "
-                    f"{str(error).splitlines()[0]}. {_ADVICE}"
+                    f"configure_model of {type(task).__name__} reads values of parameters, but parameters have no "
+                    f"values yet: {str(error).splitlines()[0]}. {_ADVICE}"
                 ) from error
         task._is_configured = True
         for name, parameter in task.named_parameters():
@@ -403,8 +403,8 @@ class DeferredInit:
                 )
         if names := [name for name, buffer in task.named_buffers() if buffer.is_meta]:
             raise ConfigError(
-                f"{len(names)} buffers are on the meta device: {format_first_names(names)}. Build them really: in "
-                "configure_model Lumen itself puts parameters there, and parameters only."
+                f"{len(names)} buffers are on the meta device: {format_first_names(names)}. Build buffers on a real "
+                "device: in configure_model Lumen moves only parameters to the meta device."
             )
 
     @torch.no_grad()
@@ -434,8 +434,8 @@ class DeferredInit:
         if problems := [problem for each in self._materialized.values() if (problem := _describe_problem(each))]:
             ending = "; ..." if len(problems) > 4 else ""
             raise ConfigError(
-                f"{len(problems)} parameters would not begin as configure_model of {type(self._task).__name__} built "
-                f"them: {'; '.join(problems[:4])}{ending}. {_ADVICE}"
+                f"{len(problems)} parameters would begin with other values than in configure_model of "
+                f"{type(self._task).__name__}: {'; '.join(problems[:4])}{ending}. {_ADVICE}"
             )
 
     def _find_meta_parameters(self) -> None:
@@ -541,7 +541,9 @@ def _describe_problem(parameter: MetaParameter) -> str | None:
         return None
     if parameter.has_gaps:
         kind = type(parameter.places[0][0]).__name__
-        return f"{parameter.name} gets no values, or not all ({kind} has no reset_parameters that writes it)"
+        return (
+            f"{parameter.name} gets no values, or not all ({kind} has no reset_parameters that writes {parameter.name})"
+        )
     if built is None:
         return None
     if parameter.by_initialiser and built != operations:

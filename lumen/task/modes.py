@@ -62,9 +62,9 @@ class SavedModes:
         left_in_eval = [(name, module) for name, module, training in self._before if training and not module.training]
         if names := [name for name, module in left_in_eval if _is_trained(module)]:
             _log.warning(
-                "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them, "
-                "or on_*_model_train left them so: %s. If a hook did so for itself alone, leave that out: there "
-                "everything is in eval mode.",
+                "modules stay in eval mode, in training too: %s. A hook at the end of the evaluation called eval(), "
+                "or on_*_model_train left these modules in eval mode. Evaluations run in eval mode anyway: remove "
+                "the call if training needs train mode.",
                 _format_names(names),
             )
 
@@ -77,9 +77,9 @@ class SavedModes:
         if names := list(self._iterate_left_in_eval(self._before[0][1], "", built)):
             first = "self" + re.sub(r"\.(\d+)", r"[\1]", f".{names[0]}" if names[0] else "")
             _log.warning(
-                "trained in eval mode, without dropout and with BatchNorm's running statistics: %s. fit keeps the mode "
-                "that a module has, and from_pretrained returns models in eval mode. Write %s.train() in "
-                "on_train_start, or %s.eval() there if eval mode is intended.",
+                "modules are trained in eval mode, without dropout and with BatchNorm's running statistics: %s. fit "
+"keeps the mode that a module has, and from_pretrained returns models in eval mode. Write "
+"%s.train() in on_train_start, or %s.eval() there if eval mode is intended.",
                 _format_names(names), first, first,
             )  # fmt: skip
 

@@ -114,16 +114,18 @@ class OptimizerHooks(Attached):
     def _get_fit_run(self, caller: str) -> Any:
         """Return the run, or raise an error outside of training."""
         if self._run is None or getattr(self._run.optim, "optimizer", None) is None:
-            raise ConfigError(f"{caller}: there is no optimizer. It exists during fit, after configure_optimizers.")
+            raise ConfigError(
+                f"{caller}: there is no optimizer. Optimizers exist during fit, after configure_optimizers."
+            )
         return self._run
 
     def _get_manual_optimization(self, caller: str) -> Any:
         manual = self._get_fit_run(caller).optim.manual
         if manual is None:
             raise TrainingError(
-                f"{caller} is for manual optimization, but {type(self).__name__} leaves the steps to Lumen: set "
-                "self.automatic_optimization = False in __init__ to make them yourself; or return the loss from "
-                "training_step, and leave this call out."
+                f"{caller} is for manual optimization, but {type(self).__name__} uses automatic optimization. Set "
+                "self.automatic_optimization = False in __init__; or return the loss from training_step, and remove "
+                "this call."
             )
         return manual
 

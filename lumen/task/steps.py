@@ -17,8 +17,10 @@ from lumen.task.hooks import NOT_CALLED, as_defined
 
 #: Arguments of a step in Lightning 1, with their replacements.
 REMOVED_ARGUMENTS: Mapping[str, str] = {
-    "optimizer_idx": "A step is called once for all optimizers: with several set automatic_optimization = False and "
-    "take them from self.optimizers(); several that step together are one lumen.optim.MultiOptimizer.",
+    "optimizer_idx": (
+        "Lumen calls a step once for all optimizers. For several optimizers set automatic_optimization = False and "
+        "call self.optimizers(), or combine the optimizers in a lumen.optim.MultiOptimizer."
+    ),
     "hiddens": NOT_CALLED["task"]["tbptt_split_batch"],
 }
 
@@ -40,10 +42,10 @@ def make_argument_picker(
     parameters = list(inspect.signature(step).parameters.values())
     if "dataloader_iter" in [parameter.name for parameter in parameters]:
         if len(parameters) > 1:
-            raise ConfigError(f"{as_defined(step)}: dataloader_iter is given alone.")
+            raise ConfigError(f"{as_defined(step)}: dataloader_iter must be the only argument.")
         return lambda given: (OneBatchIterator(given),)
     if removed := [parameter.name for parameter in parameters if parameter.name in REMOVED_ARGUMENTS]:
-        raise ConfigError(f"{as_defined(step)}: {removed[0]} is not given. {REMOVED_ARGUMENTS[removed[0]]}")
+        raise ConfigError(f"{as_defined(step)}: Lumen does not pass {removed[0]}. {REMOVED_ARGUMENTS[removed[0]]}")
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     given = max(sum(p.default is p.empty for p in positional), 3 if several else 2)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -84,8 +86,8 @@ class OneBatchIterator:
         given, self._given = self._given, None
         if given is None:
             raise TrainingError(
-                "a step took two batches of its dataloader_iter, but each call has one. Take several together by "
-                "accumulate_grad_batches, or give the loader larger batches."
+                "a step took two batches from dataloader_iter, but each call provides one batch. Set "
+                "accumulate_grad_batches, or use larger batches."
             )
         return given
 
@@ -95,18 +97,19 @@ def make_no_gradient_error(task: nn.Module) -> TrainingError:
     trained = any(parameter.requires_grad for parameter in task.parameters())
     if not torch.is_grad_enabled():
         reason = (
-            "gradients are switched off, by torch.set_grad_enabled(False) or a context that was not left. Put it back"
+            "gradients are disabled, by torch.set_grad_enabled(False) or a context that was not exited. Enable "
+            "gradients again"
         )
     elif not trained:
-        reason = "no parameter of the task has requires_grad. Unfreeze those that are to be trained"
+        reason = "no parameter of the task has requires_grad. Unfreeze the parameters to train"
     else:
         reason = (
-            "it was detached, made anew by torch.tensor, or computed under no_grad, by argmax or of frozen parameters "
-            "alone. Compute it of the model's outputs by differentiable operations"
+            "the loss was detached, created by torch.tensor, or computed under no_grad, by argmax or from frozen "
+            "parameters only. Compute the loss from the model's outputs by differentiable operations"
         )
     return TrainingError(
         "training_step returned a loss without a gradient (requires_grad is False), so nothing can be learned: "
-        f"{reason}. For a micro-batch to leave out return None."
+        f"{reason}. To skip a micro-batch, return None."
     )
 
 
@@ -154,11 +157,15 @@ def _describe_valid_loss(loss: Any) -> str:
     """Return advice for a loss of the wrong shape or type."""
     if not isinstance(loss, torch.Tensor):
         if isinstance(loss, Mapping):
-            return "Name the loss 'loss' in it."
+            return "Store the loss under the key 'loss'."
         number = isinstance(loss, Real) or hasattr(loss, "dtype")
         return "Return the tensor itself, not its value: a number has no gradient." if number else "Return the loss."
     if loss.numel() != 1:
-        return "Bring it to one number, by mean() or by sum() with a weight." if loss.numel() else "It is empty."
+        return (
+            "Reduce the loss to one number, by mean(), or by sum() with a weight."
+            if loss.numel()
+            else "The loss is empty."
+        )
     if loss.is_complex():
-        return "A complex number cannot be minimised: return its abs() or a part of it."
+        return "A complex number cannot be minimized: return its abs(), or its real or imaginary part."
     return "Whole numbers have no gradient: compute the loss in floating point."

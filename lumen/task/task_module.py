@@ -208,8 +208,8 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         metrics = run.log.stage
         if metrics is None or metrics.closed:
             raise ConfigError(
-                f"self.log({name!r}) was called outside of a training or evaluation epoch, where there is no step to "
-                "log it at. Call it in a step or in an epoch or batch hook, or use self.logger."
+                f"self.log({name!r}) was called outside of a training or evaluation epoch. Call self.log in a step, "
+                "or in an epoch or batch hook, or use self.logger."
             )
         if unknown:
             raise make_unknown_option_error(unknown, inspect.signature(TaskModule.log).parameters)
@@ -272,8 +272,8 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         """
         if group is not None:
             raise ConfigError(
-                "all_gather: a group is given, but all processes take part. Leave it out, and index the result by the "
-                "ranks of the group; or call torch.distributed.all_gather."
+                "all_gather: a group is given, but all processes take part. Leave group out, and index the result "
+                "by the ranks of the group; or call torch.distributed.all_gather."
             )
         if self._run is None:
             return as_tensors(data, self.device)
@@ -286,9 +286,9 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         for rank, other in enumerate(descriptions):
             if other != descriptions[0]:
                 raise TrainingError(
-                    f"all_gather: the ranks must give tensors of equal shapes and types, but rank 0 gives "
+                    "all_gather: the ranks must give tensors of equal shapes and types, but rank 0 gives "
                     f"{', '.join(descriptions[0]) or 'none'} and rank {rank} gives {', '.join(other) or 'none'}. Pad "
-                    "them, or use trainer.strategy.all_gather, which takes any plain data and tensors."
+                    "the tensors, or use trainer.strategy.all_gather, which accepts any plain data and tensors."
                 )
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
             return map_leaves(prepared, _gather_part)
@@ -403,8 +403,8 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             ConfigError: Always, with the command to write instead.
         """
         raise ConfigError(
-            "to_tensorrt: write lumen export RUN --format torch-export --output FILE.pt2, and give what "
-            "torch.export.load reads to torch_tensorrt."
+            "to_tensorrt: write lumen export RUN --format torch-export --output FILE.pt2, and pass the result of "
+            "torch.export.load to torch_tensorrt."
         )
 
     # ------------------------------------------------------------------ its parameters

@@ -141,17 +141,18 @@ class Teacher(nn.Module):
         if not callable(decay):
             _get_share(decay)
         elif final_decay is not None:
-            raise ConfigError("Teacher: decay is a function, which says all. Leave final_decay out.")
+            raise ConfigError("Teacher: final_decay has no effect if decay is a function. Leave final_decay out.")
         if final_decay is not None:
             _get_share(final_decay)
         if steps is not None and final_decay is None:
-            raise ConfigError(f"Teacher: steps={steps} is the length of the way to final_decay. Set that too.")
+            raise ConfigError(f"Teacher: steps={steps} needs final_decay. Set final_decay too.")
         try:
             self.module = deepcopy(student)
         except RuntimeError as error:
             raise ConfigError(
-                f"Teacher: {type(student).__name__} cannot be copied: {error} Make the teacher before the first "
-                "forward, and use torch.nn.utils.parametrizations for what weight_norm and its like did before."
+                f"Teacher: {type(student).__name__} cannot be copied: {error} Create the teacher before the first "
+                "forward, and use torch.nn.utils.parametrizations instead of functions such as "
+                "torch.nn.utils.weight_norm."
             ) from error
         self.requires_grad_(False)
         self.decay, self.final_decay, self.steps = decay, final_decay, steps
@@ -192,21 +193,21 @@ class Teacher(nn.Module):
         known = set(task.modules())
         if student not in known:
             raise ConfigError(
-                f"Teacher: the {type(student).__name__} that it follows is no module of {type(task).__name__}. "
-                "Set it as an attribute of the task, and make the teacher of that."
+                f"Teacher: the student, a {type(student).__name__}, is not a module of {type(task).__name__}. Set "
+                "the student as an attribute of the task, and create the teacher from this attribute."
             )
         if self.decay not in (0.0, 1.0) and torch.bfloat16 in {each.dtype for each in self.module.parameters()}:
             raise ConfigError(
-                "Teacher: its parameters are torch.bfloat16, which rounds small moves away, so it does not follow. "
-                'Train with precision="bf16", which keeps parameters in float32.'
+                "Teacher: its parameters are torch.bfloat16, which rounds small updates to zero, so the teacher "
+                'does not follow the student. Train with precision="bf16", which keeps parameters in float32.'
             )
         if self.final_decay is not None and self.steps is None:
             try:
                 self._steps = run_steps()
             except ConfigError as error:
                 raise ConfigError(
-                    "Teacher: final_decay is reached at the end of the run, whose steps are not known. Set max_steps, "
-                    "or steps of the teacher."
+                    "Teacher: final_decay needs the number of steps of the run, which is unknown. Set max_steps, or "
+                    "steps of the teacher."
                 ) from error
 
     def decay_at(self, step: int) -> float:

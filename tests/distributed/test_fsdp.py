@@ -367,7 +367,7 @@ class Quadratic(Deep):
 
 
 REFUSED = [
-    (Deep, {"wrap": ["Block", "Bloc"]}, "no module of Deep is a Bloc; its classes are Block, Deep"),
+    (Deep, {"wrap": ["Block", "Bloc"]}, "no module of Deep is a Bloc. The classes of the modules are Block, Deep"),
     (Deep, {"wrap": "ModuleList"}, "ModuleList has no forward"),
     (Deep, {"activation_checkpointing": "Attention"}, "activation_checkpointing: no module"),
     (Deep, {"sharding_strategy": "hybrid_shard", "shard_size": 3}, "shard_size = 3"),
@@ -1076,7 +1076,7 @@ def refuse_references(folder):
         fit(folder, task, strategy="fsdp")
     task = Held()
     task.view = task.net.first.weight.t()
-    with pytest.raises(TrainingError, match=r"a gradient has come to net.first.weight through a view"):
+    with pytest.raises(TrainingError, match=r"a gradient reached net.first.weight through a view"):
         fit(folder, task, strategy="fsdp")
 
 
@@ -1107,7 +1107,7 @@ class LoggingNorms(Regression):
 
 
 def log_norm(folder):
-    with pytest.raises(ConfigError, match="a part of this number lies on every process"):
+    with pytest.raises(ConfigError, match="this number is a sharded tensor"):
         bare_trainer(folder, max_epochs=1, strategy="fsdp").fit(LoggingNorms(), loader())
     return True
 

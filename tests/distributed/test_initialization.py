@@ -293,22 +293,38 @@ class Meddling(Wrong):
     ("task", "way", "message"),
     [
         (Wrong, "constructor_only", "net.1.scale gets no values, or not all .Scale has no reset_parameters"),
-        (Wrong, "written_afterwards", r"net.0.weight was made by uniform_\(.*\) normal_\(0, 0.02\), would now be by"),
-        (Wrong, "given", "embedding.weight was made by its constructor"),
-        (Wrong, "loaded", r"2 parameters .* net.0.weight was made by uniform_\(.*\) copy_\(\)"),
-        (Wrong, "copied", "net.0.weight was made by"),
-        (Wrong, "assigned", "needs the values of parameters"),
-        (Wrong, "read", "needs the values of parameters"),
+        (
+            Wrong,
+            "written_afterwards",
+            r"configure_model initialized net.0.weight by uniform_\(.*\) normal_\(0, 0.02\), but init_weights by",
+        ),
+        (Wrong, "given", "configure_model initialized embedding.weight by its constructor"),
+        (Wrong, "loaded", r"2 parameters .* configure_model initialized net.0.weight by uniform_\(.*\) copy_\(\)"),
+        (Wrong, "copied", "configure_model initialized net.0.weight by"),
+        (Wrong, "assigned", "reads values of parameters"),
+        (Wrong, "read", "reads values of parameters"),
         (Wrong, "all_on_meta", "3 buffers are on the meta device: norm.running_mean"),
         (WrongWithOwn, "constructor_only", "net.1.scale gets no values"),
-        (WrongWithOwn, "loaded", r"net.0.weight was given data by copy_\(\)"),
-        (WrongWithOwn, "copied", r"net.0.weight was given data by copy_\(\)"),
-        (WrongWithSome, "zeroed", r"net.0.weight was made by uniform_\(.*\) (zero|fill)_\(.*\), would now"),
-        (WrongWithSome, "replaced", "net.1.weight was made by its constructor, would now be by uniform_"),
-        (WrongWithSome, "computed", r"net.1.weight was made by mul\(0.5\) of weight, would now be by uniform_"),
-        (WrongWithSome, "averaged", r"net.1.weight was made by uniform_\(.*\) lerp_\(0.5\), would now be by uniform_"),
-        (WrongWithSome, "turned", "net.1.weight was made by clone.* of weight, would now be by uniform_"),
-        (Meddling, "two", "writes net.0.weight by zero_, which has its values already|writes net.0.weight by fill_"),
+        (WrongWithOwn, "loaded", r"configure_model copied data into net.0.weight by copy_\(\)"),
+        (WrongWithOwn, "copied", r"configure_model copied data into net.0.weight by copy_\(\)"),
+        (
+            WrongWithSome,
+            "zeroed",
+            r"configure_model initialized net.0.weight by uniform_\(.*\) (zero|fill)_\(.*\), but init_weights",
+        ),
+        (WrongWithSome, "replaced", "initialized net.1.weight by its constructor, but init_weights by uniform_"),
+        (WrongWithSome, "computed", r"initialized net.1.weight by mul\(0.5\) of weight, but init_weights by uniform_"),
+        (
+            WrongWithSome,
+            "averaged",
+            r"initialized net.1.weight by uniform_\(.*\) lerp_\(0.5\), but init_weights by uniform_",
+        ),
+        (WrongWithSome, "turned", "initialized net.1.weight by clone.* of weight, but init_weights by uniform_"),
+        (
+            Meddling,
+            "two",
+            "writes net.0.weight by zero_, but net.0.weight has its values already|writes net.0.weight by fill_",
+        ),
     ],
 )
 def test_lost_initial_values_raise_one_clear_error(tmp_path, task, way, message):
@@ -512,7 +528,7 @@ def test_duplicate_parameter_in_optimizer_raises_one_error(group, tmp_path):
 
 
 def refuse_twice(folder):
-    with pytest.raises(ConfigError, match="2 parameters are in two places of the optimizer"):
+    with pytest.raises(ConfigError, match="the optimizer has 2 parameters twice"):
         trained(folder, "fsdp", Twice())
 
 

@@ -461,7 +461,10 @@ def test_every_form_of_a_loss_trains_alike(tmp_path, form):
         (lambda loss: loss.item(), r"the loss found is float [\d.]+\. Return the tensor itself, not its value"),
         (lambda loss: 3, "the loss found is int 3. Return the tensor itself"),
         (lambda loss: loss.detach().numpy(), "the loss found is ndarray. Return the tensor itself"),
-        (lambda loss: loss.expand(3), r"a tensor of shape \(3,\) and torch.float32. Bring it to one number, by mean"),
+        (
+            lambda loss: loss.expand(3),
+            r"a tensor of shape \(3,\) and torch.float32. Reduce the loss to one number, by mean",
+        ),
         (lambda loss: loss.expand(0), r"a tensor of shape \(0,\) and torch.float32. It is empty"),
         (lambda loss: loss.long(), r"a tensor of shape \(\) and torch.int64. Whole numbers have no gradient"),
         (lambda loss: loss > 0, r"a tensor of shape \(\) and torch.bool. Whole numbers have no gradient"),
@@ -469,7 +472,10 @@ def test_every_form_of_a_loss_trains_alike(tmp_path, form):
         (lambda loss: "loss", "the loss found is str 'loss'. Return the loss"),
         (lambda loss: (loss, 1, 2), "the loss found is tuple of 3. Return the loss"),
         (lambda loss: [loss], "the loss found is list of 1. Return the loss"),
-        (lambda loss: {"los": loss, "logits": 1}, "dict with the keys 'los', 'logits'. Name the loss 'loss' in it"),
+        (
+            lambda loss: {"los": loss, "logits": 1},
+            "dict with the keys 'los', 'logits'. Store the loss under the key 'loss'",
+        ),
         (lambda loss: {}, "dict with the keys of none. Name the loss"),
         (lambda loss: {"loss": 3.0}, "the loss found is float 3.0. Return the tensor itself"),
         (lambda loss: (loss, torch.ones(4)), r"the weight found is a tensor of shape \(4,\)"),
@@ -495,10 +501,10 @@ class Frozen(Regression):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (Returns(lambda loss: loss.detach()), "it was detached, made anew by torch.tensor"),
-        (Returns(lambda loss: {"loss": torch.tensor(loss.item())}), "it was detached, made anew by torch.tensor"),
-        (Returns(lambda loss: (loss.detach(), 3)), "it was detached"),
-        (Returns(without_gradients), r"gradients are switched off, by torch.set_grad_enabled\(False\)"),
+        (Returns(lambda loss: loss.detach()), "the loss was detached, created by torch.tensor"),
+        (Returns(lambda loss: {"loss": torch.tensor(loss.item())}), "the loss was detached, created by torch.tensor"),
+        (Returns(lambda loss: (loss.detach(), 3)), "the loss was detached"),
+        (Returns(without_gradients), r"gradients are disabled, by torch.set_grad_enabled\(False\)"),
         (Frozen(), "no parameter of the task has requires_grad. Unfreeze"),
     ],
 )

@@ -416,7 +416,7 @@ def test_exception_between_updates_saves_nothing(tmp_path, caplog, first):
         trainer.fit(Failing(), pair_loader())
     saved = [path.name for path in (trainer.run_directory / "checkpoints").glob("*")]
     assert saved == ([] if first else ["exception-step-00000003"])
-    assert ("an optimizer had moved, so it may be half done" in caplog.text) == first
+    assert ("after an optimizer's update, so the step may be incomplete" in caplog.text) == first
 
 
 def test_steps_can_be_called_without_a_trainer():

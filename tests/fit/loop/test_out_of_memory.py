@@ -233,7 +233,7 @@ def test_batch_with_unknown_samples_raises(tmp_path, collate, found):
         def predict_step(self, batch):
             self.require(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
 
-    message = rf"a batch of 4 samples does not fit .* where its samples are is not known of .*{found}"
+    message = rf"a batch of 4 samples does not fit .* the samples of .*{found}"
     with pytest.raises(DataError, match=message):
         bare_trainer(tmp_path, halve_on_oom=True).predict(Reading(1), batches(collate))
 

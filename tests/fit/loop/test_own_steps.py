@@ -242,7 +242,9 @@ def test_lightning_1_arguments_are_rejected_before_training(tmp_path):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, optimizer_closure, on_tpu, using_lbfgs):
             optimizer.step(closure=optimizer_closure)
 
-    with pytest.raises(ConfigError, match=r"it is called with \(epoch, batch_idx, optimizer, optimizer_closure\)"):
+    with pytest.raises(
+        ConfigError, match=r"Lumen calls this method with \(epoch, batch_idx, optimizer, optimizer_closure\)"
+    ):
         train(tmp_path, Old)
 
 

@@ -350,12 +350,12 @@ def test_modules_left_in_eval_mode_warn(tmp_path, caplog):
     task = Hooked("on_validation_epoch_end", lambda task: task.net[0].eval())
     bare = {"max_steps": 2, "val_check_interval": 1, "num_sanity_val_steps": 0, "log_level": "WARNING"}
     bare_trainer(tmp_path, **bare).fit(task, loader(16, 8), val_dataloaders=loader(8, 8))
-    (record,) = [record for record in caplog.records if "eval mode from now on" in record.message]
-    assert "called eval() on them, or on_*_model_train left them so: net.0. If" in record.message
+    (record,) = [record for record in caplog.records if "modules stay in eval mode" in record.message]
+    assert "stay in eval mode, in training too: net.0. A hook" in record.message
     caplog.clear()
     task = Hooked("on_validation_epoch_end", rest)
     bare_trainer(tmp_path, **bare).fit(task, loader(16, 8), val_dataloaders=loader(8, 8))
-    assert "eval mode from now on" not in caplog.text
+    assert "modules stay in eval mode" not in caplog.text
 
 
 def test_modes_come_back_after_an_error_too(tmp_path):

@@ -299,10 +299,10 @@ def test_cuda_graph_step_is_marked_for_every_batch(marks, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate_grad_batches": 2}, "gradients of a micro-batch lie where the next one's will"),
-        ({"accumulate_grad_batches": {9: 2}}, "gradients of a micro-batch lie where the next one's will"),
-        ({"global_batch_size": 16}, "gradients of a micro-batch lie where the next one's will"),
-        ({"strategy": Sharding()}, "this strategy gathers them anew"),
+        ({"accumulate_grad_batches": 2}, "overwrites the gradients of the previous micro-batch"),
+        ({"accumulate_grad_batches": {9: 2}}, "overwrites the gradients of the previous micro-batch"),
+        ({"global_batch_size": 16}, "overwrites the gradients of the previous micro-batch"),
+        ({"strategy": Sharding()}, "this strategy gathers parameters at new addresses"),
     ],
     ids=["accumulate", "by epoch", "global_batch_size", "shards"],
 )

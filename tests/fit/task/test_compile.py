@@ -238,7 +238,11 @@ class Unprepared(lumen.DataModule):
 @pytest.mark.parametrize(
     ("setting", "answer"),
     [
-        ("Blok", "no module of Stack is a Blok; its classes are Block, Dropout, Linear, ModuleList, Sequential, Stack"),
+        (
+            "Blok",
+            "no module of Stack is a Blok. The classes of the modules are Block, Dropout, Linear, ModuleList, "
+            "Sequential, Stack",
+        ),
         ({"blocks": ["Block", "A", "B"]}, "is a A or a B"),
         ({"mode": "fastest"}, "torch.compile refuses its options: Unrecognized mode=fastest, should be one of"),
         ({"backend": "nope"}, "torch.compile refuses its options: Invalid backend"),
@@ -251,7 +255,7 @@ def test_invalid_compile_setting_raises_before_data_is_prepared(tmp_path, settin
 
 
 def test_an_unknown_option_is_refused_at_once():
-    with pytest.raises(ConfigError, match="compile: unknown option block; there are blocks, mode, dynamic"):
+    with pytest.raises(ConfigError, match=r"compile: unknown option block. The options are blocks, mode, dynamic"):
         lumen.Trainer(max_steps=1, compile={"block": "Block"})
 
 

@@ -139,7 +139,7 @@ def test_lightning_hooks_are_called_or_rejected_with_replacement(tmp_path, calle
         text = NOT_CALLED[kind][name]
         assert (
             str(caught.value)
-            == f"Ported defines what Lumen does not call of a {kind}. Write instead:\n  {name}: {text}"
+            == f"Ported defines methods that Lumen does not call for a {kind}. Replacements:\n  {name}: {text}"
         )
 
 
@@ -194,32 +194,62 @@ def yielding(self, trainer, task):
 @pytest.mark.parametrize(
     ("kind", "name", "method", "message"),
     [
-        ("task", "on_train_epoch_end", lambda self, outputs: 0, r"\(outputs\): it is called with \(\)"),
-        ("task", "on_before_optimizer_step", lambda self, o, optimizer_idx: 0, r"it is called with \(optimizer\)"),
+        ("task", "on_train_epoch_end", lambda self, outputs: 0, r"\(outputs\): Lumen calls this method with \(\)"),
+        (
+            "task",
+            "on_before_optimizer_step",
+            lambda self, o, optimizer_idx: 0,
+            r"Lumen calls this method with \(optimizer\)",
+        ),
         (
             "task",
             "on_train_batch_start",
             lambda self, b, i, dataloader_idx: 0,
-            r"it is called with \(batch, batch_idx\)",
+            r"Lumen calls this method with \(batch, batch_idx\)",
         ),
         ("callback", "on_train_batch_end", lambda self, outputs, batch, batch_idx: 0, r"\(trainer, task, outputs, ba"),
-        ("callback", "on_train_start", lambda self, pl_module: 0, r"with \(trainer, task\); the last of them may be"),
-        ("task", "on_train_batch_start", lambda self, batch_idx: 0, r"it is called with \(batch, batch_idx\); the"),
-        ("task", "on_train_start", staticmethod(lambda self: 0), r"\(self\): it is called with \(\)\."),
-        ("task", "on_train_start", lambda self, *, rate: 0, r"\(\*, rate\): it is called with \(\)"),
+        ("callback", "on_train_start", lambda self, pl_module: 0, r"with \(trainer, task\); the last arguments may be"),
+        (
+            "task",
+            "on_train_batch_start",
+            lambda self, batch_idx: 0,
+            r"Lumen calls this method with \(batch, batch_idx\); the",
+        ),
+        ("task", "on_train_start", staticmethod(lambda self: 0), r"\(self\): Lumen calls this method with \(\)\."),
+        ("task", "on_train_start", lambda self, *, rate: 0, r"\(\*, rate\): Lumen calls this method with \(\)"),
         ("task", "on_train_start", property(lambda self: print), r"Ported.on_train_start is a property, but a hook"),
         ("task", "validation_step", property(lambda self: print), "validation_step is a property"),
         ("task", "backward", property(lambda self: print), "backward is a property"),
-        ("task", "on_train_start", waiting, r"waiting\(\): nothing would run of it .* without `async`"),
+        (
+            "task",
+            "on_train_start",
+            waiting,
+            r"waiting\(\): calling this method would not run its code .* without `async`",
+        ),
         ("callback", "on_train_start", yielding, r"yielding\(trainer, task\): nothing would run .* without `yield`"),
-        ("task", "configure_model", lambda self, hparams: 0, r"\(hparams\): it is called with \(\)"),
-        ("data module", "setup", lambda self, stage, more: 0, r"it is called with \(stage\); the last of them"),
-        ("data module", "train_dataloader", lambda self, batch_size: 0, r"\(batch_size\): it is called with \(\)\."),
+        ("task", "configure_model", lambda self, hparams: 0, r"\(hparams\): Lumen calls this method with \(\)"),
+        (
+            "data module",
+            "setup",
+            lambda self, stage, more: 0,
+            r"Lumen calls this method with \(stage\); the last arguments",
+        ),
+        (
+            "data module",
+            "train_dataloader",
+            lambda self, batch_size: 0,
+            r"\(batch_size\): Lumen calls this method with \(\)\.",
+        ),
         ("data module", "val_dataloader", property(lambda self: []), "val_dataloader is a property"),
-        ("data module", "load_state_dict", lambda self, state, strict: 0, r"it is called with \(state\)"),
+        ("data module", "load_state_dict", lambda self, state, strict: 0, r"Lumen calls this method with \(state\)"),
         ("data module", "transfer_batch_to_device", lambda self, device: 0, r"with \(batch, device, dataloader_idx\)"),
-        ("task", "lr_scheduler_step", lambda self, scheduler: 0, r"it is called with \(scheduler, metric\)\."),
-        ("callback", "on_test_end", lambda self, t, m, outputs: 0, r"it is called with \(trainer, task\)"),
+        (
+            "task",
+            "lr_scheduler_step",
+            lambda self, scheduler: 0,
+            r"Lumen calls this method with \(scheduler, metric\)\.",
+        ),
+        ("callback", "on_test_end", lambda self, t, m, outputs: 0, r"Lumen calls this method with \(trainer, task\)"),
         (
             "task",
             "optimizer_step",
@@ -369,7 +399,7 @@ def test_misspelled_hook_warns_with_a_suggestion(tmp_path, caplog, base, name, m
     else:
         trainer.predict(task if isinstance(task, Task) else Task(), loader())
     found = describe_misspelt_hooks(task, data, callbacks)
-    assert found == ([] if meant is None else [f"Defining.{name} is not called. Is it meant to be {meant}?"])
+    assert found == ([] if meant is None else [f"Lumen does not call Defining.{name}. Did you mean {meant}?"])
     if isinstance(owner, (Task, lumen.Callback)):
         assert [record.message for record in caplog.records if "is not called" in record.message] == found
 

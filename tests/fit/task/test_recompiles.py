@@ -187,7 +187,9 @@ def test_number_changing_every_step_is_one_clear_error(tmp_path):
         def forward(self, inputs):
             return super().forward(inputs) * (1 + self.global_step)
 
-    with pytest.raises(ConfigError, match=r"more than 32 .*each value of a number .*self.global_step, belongs into"):
+    with pytest.raises(
+        ConfigError, match=r"more than 32 .*each value of a number .*self.global_step, in training_step"
+    ):
         bare_trainer(tmp_path, max_steps=40, compile={"backend": "eager"}).fit(Stepping(), loader(40))
 
 

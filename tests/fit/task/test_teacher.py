@@ -167,8 +167,8 @@ def test_what_it_cannot_be_is_refused(tmp_path):
     for options, said in (
         ({"decay": 1.5}, "at least 0 and at most 1, found 1.5"),
         ({"decay": 0.9, "final_decay": -1.0}, "at least 0 and at most 1, found -1"),
-        ({"decay": abs, "final_decay": 1.0}, "decay is a function, which says all"),
-        ({"steps": 3}, "steps=3 is the length of the way to final_decay"),
+        ({"decay": abs, "final_decay": 1.0}, "final_decay has no effect if decay is a function"),
+        ({"steps": 3}, "steps=3 needs final_decay"),
         ({"steps": 0, "final_decay": 1.0}, "steps: must be at least 1, found 0"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -181,7 +181,7 @@ def test_what_it_cannot_be_is_refused(tmp_path):
         lumen.Teacher(made)
     task = Byol()
     task.student = student()
-    with pytest.raises(ConfigError, match="the Sequential that it follows is no module of Byol"):
+    with pytest.raises(ConfigError, match="the student, a Sequential, is not a module of Byol"):
         fit(tmp_path, task)
     with pytest.raises(ConfigError, match="Set max_steps, or steps of the teacher"):
         fit(tmp_path, Byol(final_decay=1.0), max_steps=-1, max_time="00:00:01:00")
