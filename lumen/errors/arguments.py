@@ -192,9 +192,9 @@ def _describe_expected(hint: Any, found: Any) -> str:
     *names, last = dict.fromkeys(_iterate_type_names(hint))
     expected = f"{', '.join(names)} or {last}" if names else last
     if inspect.isclass(found):
-        return f"expected {expected}, found the class {found.__name__}. Make one: {found.__name__}(...)."
+        return f"expected {expected}, found the class {found.__name__}. Create an object: {found.__name__}(...)."
     if isinstance(found, list) and (classes := [each.__name__ for each in found if inspect.isclass(each)]):
-        return f"expected {expected}, found the class {classes[0]} in a list. Make one: {classes[0]}(...)."
+        return f"expected {expected}, found the class {classes[0]} in a list. Create an object: {classes[0]}(...)."
     known, texts = _list_choices(hint), found if isinstance(found, list | tuple) else [found]
     unknown = (each for each in texts if isinstance(each, str) and each not in known)
     close = [match for each in unknown for match in difflib.get_close_matches(each.lower(), known, n=1)]
@@ -232,8 +232,8 @@ def expand_path(path: str | Path) -> Path:
     """
     if not str(path):
         raise ConfigError(
-            "a path is empty, which names nothing. Give one, or None for none; an attribute such as best_model_path is "
-            "empty until there is a checkpoint."
+            "a path is empty. Give a path, or None for no path. An attribute such as best_model_path is empty until "
+            "a checkpoint exists."
         )
     return Path(os.path.expanduser(str(path)))
 
@@ -250,8 +250,8 @@ def check_column(name: str, call: str) -> None:
     """
     if _NO_COLUMN.search(name):
         raise ConfigError(
-            f"{call}: the name of a value has no control characters and does not begin with =, +, - or @, which "
-            "spreadsheets read as formulas. Use another name."
+            f"{call}: the name of a value must not contain control characters or begin with =, +, - or @, which "
+            "spreadsheets read as formulas. Use a different name."
         )
 
 
@@ -279,7 +279,7 @@ def check_positive(**numbers: float | None) -> None:
     """
     for name, number in numbers.items():
         if number is not None and not number > 0:
-            raise ConfigError(f"{name}: must be more than 0 (None: none), found {number}.")
+            raise ConfigError(f"{name}: must be more than 0, or None, found {number}.")
 
 
 def import_optional(package: str, who: str, extra: str) -> Any:

@@ -11,17 +11,19 @@ INSTEAD = {
     "auto_lr_find": "Use lumen.Tuner(trainer).lr_find, or LearningRateFinder in callbacks.",
     "auto_scale_batch_size": "Use lumen.Tuner(trainer).scale_batch_size, or BatchSizeFinder in callbacks.",
     "auto_select_gpus": _DEVICES,
-    "barebones": "Leave it out: the loop costs what one by hand costs. Without record and checkpoints: logger=False, "
-    "enable_checkpointing=False.",
+    "barebones": (
+        "Leave it out: the loop is as fast as a hand-written loop. To write nothing: logger=False, "
+        "enable_checkpointing=False."
+    ),
     "checkpoint_callback": "Use enable_checkpointing, or a ModelCheckpoint in callbacks.",
     "ckpt_path": "Use resume for fit; validate, test and predict take ckpt_path themselves.",
     "distributed_backend": "Use strategy.",
     "early_stop_callback": "Put an EarlyStopping into callbacks.",
     "enable_autolog_hparams": "Use self.save_hyperparameters(logger=False) in the task.",
-    "flush_logs_every_n_steps": "Every row is written at once.",
+    "flush_logs_every_n_steps": "Leave it out: Lumen writes every row at once.",
     "gpus": _DEVICES,
-    "ipus": "There is no support for IPUs.",
-    "log_gpu_memory": "system.csv has the memory; for more put a DeviceStatsMonitor into callbacks.",
+    "ipus": "Lumen does not support IPUs.",
+    "log_gpu_memory": "Leave it out: system.csv has the memory. For more put a DeviceStatsMonitor into callbacks.",
     "log_save_interval": "Use log_every_n_steps.",
     "max_nb_epochs": "Use max_epochs.",
     "model_registry": "Checkpoints go to a directory or an object store: ModelCheckpoint(dirpath=...).",
@@ -29,25 +31,26 @@ INSTEAD = {
     "multiple_trainloader_mode": "Use lumen.CombinedLoader(iterables, mode).",
     "num_processes": "Use accelerator: cpu and devices.",
     "overfit_pct": "Use overfit_batches.",
-    "plugins": "Use strategy and precision, which take objects; loggers and callbacks are given as such.",
-    "prepare_data_per_node": "Leave it out: prepare_data is called once on each node.",
+    "plugins": "Use strategy and precision, which accept objects; pass loggers as logger and callbacks as callbacks.",
+    "prepare_data_per_node": "Leave it out: Lumen calls prepare_data once on each node.",
     "process_position": "Leave it out.",
     "progress_bar_refresh_rate": "Put ProgressBar(refresh_per_second=...) into callbacks.",
     "reload_dataloaders_every_epoch": "Use reload_dataloaders_every_n_epochs=1.",
-    "replace_sampler_ddp": "Leave it out: samplers are shared out exactly, a user's own too.",
+    "replace_sampler_ddp": "Leave it out: Lumen divides the samples of any sampler among the processes.",
     "resume_from_checkpoint": "Use resume.",
     "row_log_interval": "Use log_every_n_steps.",
     "show_progress_bar": "Use enable_progress_bar.",
     "stochastic_weight_avg": "Put a lumen.SWA or a lumen.EMA into callbacks.",
     "terminate_on_nan": "Leave it out: a loss that is not finite is always an error.",
     "test_percent_check": "Use limit_test_batches.",
-    "tpu_cores": "There is no support for TPUs.",
-    "track_grad_norm": "The norm is logged as grad_norm where gradient_clip_val is set; else self.log it in "
-    "on_before_optimizer_step.",
+    "tpu_cores": "Lumen does not support TPUs.",
+    "track_grad_norm": (
+        "With gradient_clip_val Lumen logs the norm as grad_norm; otherwise call self.log in on_before_optimizer_step."
+    ),
     "train_percent_check": "Use limit_train_batches.",
     "truncated_bptt_steps": "Cut sequences in the data set, and detach the hidden state in training_step.",
     "use_amp": "Use precision: bf16 or fp16.",
-    "use_distributed_sampler": "Leave it out: samplers are shared out exactly, a user's own too.",
+    "use_distributed_sampler": "Leave it out: Lumen divides the samples of any sampler among the processes.",
     "val_percent_check": "Use limit_val_batches.",
     "weights_save_path": "Use ModelCheckpoint(dirpath=...) in callbacks.",
     "weights_summary": "Use enable_model_summary, or a ModelSummary in callbacks.",
@@ -65,7 +68,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_distributed_sampler": (True,), "weights_save_path": (None,),
 }  # fmt: skip
 
-_NAMES = "Checkpoints are named by their step, and none is ever overwritten."
+_NAMES = "Lumen names each checkpoint by its step, and never overwrites a checkpoint."
 #: Replacements and neutral values for `ModelCheckpoint`.
 INSTEAD_IN_CHECKPOINTS = {
     "auto_insert_metric_name": _NAMES,
@@ -75,9 +78,11 @@ INSTEAD_IN_CHECKPOINTS = {
     "period": "Use every_n_epochs.",
     "prefix": _NAMES,
     "save_on_exception": "Add lumen.OnExceptionCheckpoint() to the callbacks.",
-    "save_on_train_epoch_end": "An epoch's checkpoint is made when its last validation and its end are both done. For "
-    "one after each validation within an epoch name the monitor and set save_top_k=-1.",
-    "save_weights_only": "A checkpoint is always whole; its weights are in model/, which init_from reads.",
+    "save_on_train_epoch_end": (
+        "Lumen saves an epoch's checkpoint after the epoch's last validation and end. To save after each validation "
+        "within an epoch, set monitor and save_top_k=-1."
+    ),
+    "save_weights_only": "A checkpoint always has the full state. The weights are in model/, which init_from reads.",
 }
 NEUTRAL_IN_CHECKPOINTS: Mapping[str, tuple[Any, ...]] = {
     "auto_insert_metric_name": (True, False), "enable_version_counter": (True, False), "filename": (None,),
@@ -87,27 +92,27 @@ NEUTRAL_IN_CHECKPOINTS: Mapping[str, tuple[Any, ...]] = {
 
 #: Replacements for arguments of `self.log` and `self.log_dict`.
 INSTEAD_IN_LOG = {
-    "enable_graph": "Leave it out: what is logged has no graph.",
-    "metric_attribute": "Leave it out: a metric of the task is found by itself.",
-    "rank_zero_only": "Leave it out: any rank may log, also one alone.",
-    "sync_dist_group": "Leave it out: values are those of all processes.",
+    "enable_graph": "Leave it out: logged values have no graph.",
+    "metric_attribute": "Leave it out: Lumen finds a metric that is an attribute of the task.",
+    "rank_zero_only": "Leave it out: any rank may log, also a single rank.",
+    "sync_dist_group": "Leave it out: values always cover all processes.",
 }
 
 #: Replacements for arguments of `trainer.save_checkpoint`.
 INSTEAD_IN_SAVE = {
-    "storage_options": "A URL is written by fsspec, which reads its settings from its own configuration.",
-    "weights_only": "A checkpoint is always whole; its weights are in model/, which init_from reads.",
+    "storage_options": "fsspec writes to a URL, with the settings of fsspec's own configuration.",
+    "weights_only": "A checkpoint always has the full state. The weights are in model/, which init_from reads.",
 }
 
-_RUN_DIRECTORY = "The run directory is the trainer's: {}, and every logger of the run writes there."
+_RUN_DIRECTORY = "Set the run directory by {}: every logger of the run writes there."
 
 #: Replacements for arguments of loggers that write files; "*": positional arguments.
 INSTEAD_IN_LOGGERS = {
     "*": _RUN_DIRECTORY.format("Trainer(default_root_dir=..., name=...)"),
     "name": _RUN_DIRECTORY.format("Trainer(name=...)"),
-    "prefix": "Leave it out: names are as they are logged.",
+    "prefix": "Leave it out: Lumen does not change logged names.",
     "save_dir": _RUN_DIRECTORY.format("Trainer(default_root_dir=...)"),
-    "version": "Leave it out: a second run of a name gets a directory NAME-2.",
+    "version": "Leave it out: a second run of the same name writes to the directory NAME-2.",
 }
 NEUTRAL_IN_LOGGERS: Mapping[str, tuple[Any, ...]] = {
     "add_file_policy": ("mutable",), "anonymous": (None, False), "checkpoint_name": (None,), "log_model": (False,),
@@ -117,12 +122,12 @@ NEUTRAL_IN_LOGGERS: Mapping[str, tuple[Any, ...]] = {
 
 #: Replacements for arguments of `CLI`.
 INSTEAD_IN_CLI = {
-    "load_from_checkpoint_support": "Leave it out: checkpoints have the hyperparameters of save_hyperparameters.",
-    "multifile": "Leave it out: the config that is saved is one file.",
-    "parser_class": "Use add_arguments_to_parser, which is given the parser.",
-    "save_config_filename": "Leave it out: it is config.yaml in the run's directory.",
-    "save_config_kwargs": "Leave it out: the config is written to the run's directory, and one that differs is kept.",
-    "save_config_overwrite": "Leave it out: the config of a resumed run is kept beside the new one if they differ.",
+    "load_from_checkpoint_support": "Leave it out: checkpoints contain the hyperparameters of save_hyperparameters.",
+    "multifile": "Leave it out: Lumen saves the config as one file.",
+    "parser_class": "Use add_arguments_to_parser, which receives the parser.",
+    "save_config_filename": "Leave it out: Lumen saves the config as config.yaml in the run directory.",
+    "save_config_kwargs": "Leave it out: Lumen writes the config to the run directory, and keeps a different old one.",
+    "save_config_overwrite": "Leave it out: Lumen keeps the old config of a resumed run if the new config differs.",
     "seed_everything_seed": "Use seed_everything_default.",
 }
 
@@ -163,25 +168,25 @@ _CUSTOM_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
 #: Lightning's classes without a counterpart, with their replacements.
 INSTEAD_OF_CLASSES = {
-    "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background where it pays.",
+    "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background if that is faster.",
     "CometLogger": _CUSTOM_LOGGER,
     "DeepSpeedStrategy": "Use lumen.FSDP.",
-    "LightningEnvironment": "Leave it out: the environment of the processes is found.",
+    "LightningEnvironment": "Leave it out: Lumen detects the environment of the processes.",
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
     "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/guides/smaller-models.md.",
     "NeptuneLogger": _CUSTOM_LOGGER,
     "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
     "docs/guides/smaller-models.md.",
-    "SLURMEnvironment": "Leave it out: SLURM is found by its variables; SIGUSR1 saves and exits with 75, to requeue.",
+    "SLURMEnvironment": "Leave it out: Lumen detects SLURM. SIGUSR1 saves, and exits with code 75 to requeue.",
     "TorchSyncBatchNorm": "Use trainer.sync_batchnorm.",
 }
 
-_PATHS = "Its directory is named by the step: read best_model_path, last_model_path or best_k_models."
+_PATHS = "Lumen names the directory by the step: read best_model_path, last_model_path or best_k_models."
 #: Attributes of Lightning's `ModelCheckpoint` that Lumen's lacks.
 ATTRIBUTES_OF_CHECKPOINTS = {
     "CHECKPOINT_EQUALS_CHAR": _PATHS,
     "CHECKPOINT_JOIN_CHAR": _PATHS,
-    "CHECKPOINT_NAME_LAST": "There is no file of that name: read last_model_path.",
+    "CHECKPOINT_NAME_LAST": "Lumen writes no file of this name: read last_model_path.",
     "FILE_EXTENSION": "A checkpoint is a directory, without an extension.",
     "STARTING_VERSION": _PATHS,
     "auto_insert_metric_name": _PATHS,
@@ -191,7 +196,7 @@ ATTRIBUTES_OF_CHECKPOINTS = {
     "format_checkpoint_name": _PATHS,
     "save_on_exception": INSTEAD_IN_CHECKPOINTS["save_on_exception"],
     "save_weights_only": INSTEAD_IN_CHECKPOINTS["save_weights_only"],
-    "to_yaml": "best_k_models is a dictionary: write it as you like.",
+    "to_yaml": "Write the dictionary best_k_models yourself.",
 }
 
 _WANDB_CALL = "Write logger.experiment.log({{key: wandb.{}, 'trainer/global_step': self.global_step}}) in fit."
@@ -205,7 +210,7 @@ ATTRIBUTES_OF_WANDB = {
 }
 
 _COUNTS = "Read trainer.progress for counts, and trainer.plan for limits."
-_LOGGED = "self.log it, and read trainer.callback_metrics."
+_LOGGED = "Call self.log, and read trainer.callback_metrics."
 
 #: Attributes of Lightning's `Trainer`, of any version, that Lumen's lacks.
 ATTRIBUTES = {
@@ -213,15 +218,15 @@ ATTRIBUTES = {
     "accelerator_connector": "Read trainer.strategy.",
     "amp_backend": "Read trainer.precision.",
     "barebones": INSTEAD["barebones"],
-    "batch_idx": "Steps and hooks of batches are given it.",
+    "batch_idx": "Steps and batch hooks receive batch_idx.",
     "callback_connector": "Read trainer.callbacks.",
-    "checkpoint_connector": "Read trainer.ckpt_path; trainer.save_checkpoint writes one.",
+    "checkpoint_connector": "Read trainer.ckpt_path, or call trainer.save_checkpoint.",
     "data_connector": "Read trainer.train_dataloader, val_dataloaders, test_dataloaders or predict_dataloaders.",
     "data_parallel": "Read trainer.world_size.",
     "data_parallel_device_ids": "Read trainer.device_ids.",
     "disable_validation": "Read trainer.enable_validation.",
     "distributed_backend": "Read trainer.strategy.",
-    "distributed_sampler_kwargs": "Samplers are shared out exactly, a user's own too.",
+    "distributed_sampler_kwargs": "Lumen divides the samples of any sampler among the processes.",
     "enable_autolog_hparams": INSTEAD["enable_autolog_hparams"],
     "evaluation_loop": _COUNTS,
     "fit_loop": _COUNTS,
@@ -234,7 +239,7 @@ ATTRIBUTES = {
     "max_time": "Read trainer.plan.max_time_s.",
     "num_gpus": "Read trainer.num_devices.",
     "num_processes": "Read trainer.num_devices.",
-    "optimizer_frequencies": "With automatic_optimization = False a task steps its optimizers when they are due.",
+    "optimizer_frequencies": "Set automatic_optimization = False, and step each optimizer in training_step.",
     "precision_plugin": "Read trainer.run.precision.",
     "predict_loop": "trainer.predict returns the predictions.",
     "request_agreement": "Call trainer.request_stop_vote, its new name.",
@@ -244,7 +249,7 @@ ATTRIBUTES = {
     "resume_from_checkpoint": "Read trainer.ckpt_path.",
     "root_gpu": "Read trainer.strategy.device.",
     "run_stage": "Call trainer.fit, validate, test or predict.",
-    "save_hyperparameters": "The task and the data module have it.",
+    "save_hyperparameters": "Call save_hyperparameters of the task or the data module.",
     "scaler": "Read trainer.run.precision, which scales in fp16.",
     "test_loop": _COUNTS,
     "total_batch_idx": "Read trainer.progress.micro_batches.",
@@ -252,7 +257,7 @@ ATTRIBUTES = {
     "training_type_plugin": "Read trainer.strategy.",
     "tune": "Use lumen.Tuner(trainer).",
     "tuner": "Use lumen.Tuner(trainer).",
-    "tuning": "A search trains copies, which have trainers of their own.",
+    "tuning": "A search trains copies with separate trainers.",
     "use_amp": "Read trainer.precision.",
     "val_check_batch": "Read trainer.val_check_interval.",
     "validate_loop": _COUNTS,

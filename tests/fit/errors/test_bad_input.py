@@ -108,8 +108,8 @@ _STEP_OF_ANOTHER = (
 )
 _CALLBACKS = "Trainer: callbacks: expected a list of a Callback, a dict of a Callback or None, a Callback or None"
 _NO_STEP_TO_LOG_AT = (
-    "self.log('a') was called outside of a training or evaluation epoch, where there is no step to log it at. Call it "
-    "in a step or in an epoch or batch hook, or use self.logger."
+    "self.log('a') was called outside of a training or evaluation epoch. Call self.log in a step, or in an "
+    "epoch or batch hook, or use self.logger."
 )
 _WITHOUT_A_STEP = (
     "epoch 0 made no optimizer step: no optimizer has made a step in its 2 batches. With automatic_optimization = "
@@ -143,9 +143,9 @@ ERRORS = {
     ),
     "manual_backward in automatic optimization": (
         fit(task=task(training_step=by_itself)),
-        "manual_backward is for manual optimization, but Mine leaves the steps to Lumen: set "
-        "self.automatic_optimization = False in __init__ to make them yourself; or return the loss from training_step, "
-        "and leave this call out.",
+        "manual_backward is for manual optimization, but Mine uses automatic optimization. Set "
+        "self.automatic_optimization = False in __init__; or return the loss from training_step, and remove this "
+        "call.",
     ),
     "a step by hand in automatic optimization": (
         fit(task=task(training_step=stepping)),
@@ -179,12 +179,13 @@ ERRORS = {
     ),
     "one callback twice": (
         lambda path: bare_trainer(path, callbacks=[lumen.Callback()] * 2),
-        "callbacks: one Callback is there twice, so that its hooks would be called twice. Leave one out, or make two.",
+        "callbacks: the same Callback object appears twice, so its hooks would run twice. Remove one, or create "
+        "two objects.",
     ),
     # ------------------------------------------------------------------ one thing in the place of another
     "the class of a callback": (
         lambda path: bare_trainer(path, callbacks=[lumen.EarlyStopping]),
-        f"{_CALLBACKS}, found the class EarlyStopping in a list. Make one: EarlyStopping(...).",
+        f"{_CALLBACKS}, found the class EarlyStopping in a list. Create an object: EarlyStopping(...).",
     ),
     "a name of a callback": (
         lambda path: bare_trainer(path, callbacks=["EarlyStopping"]),
@@ -192,11 +193,11 @@ ERRORS = {
     ),
     "the class of a task": (
         fit(Regression, loader()),
-        "expected a TaskModule, found the class Regression. Make one: Regression(...).",
+        "expected a TaskModule, found the class Regression. Create an object: Regression(...).",
     ),
     "the class of a task to validate": (
         validate(Regression, loader()),
-        "expected a TaskModule, found the class Regression. Make one: Regression(...).",
+        "expected a TaskModule, found the class Regression. Create an object: Regression(...).",
     ),
     "a torch module": (
         fit(nn.Linear(6, 1), loader()),
@@ -204,21 +205,25 @@ ERRORS = {
     ),
     "a task without super().__init__()": (
         fit(task=Uninitialised()),
-        "Uninitialised.__init__ does not call super().__init__(), which makes it a torch.nn.Module. Call it first.",
+        "Uninitialised.__init__ does not call super().__init__(), which initializes torch.nn.Module. Call "
+        "super().__init__() first.",
     ),
     "a data module and a task": (
         fit(Data(), Regression()),
-        "expected a TaskModule, found Data. The task comes first, and then the data: (Regression, Data).",
+        "expected a TaskModule, found Data. Pass the task first, then the data: (Regression, Data).",
     ),
     "a loader and a task": (
         fit(loader(), Regression()),
-        "expected a TaskModule, found DataLoader. The task comes first, and then the data: (Regression, DataLoader).",
+        "expected a TaskModule, found DataLoader. Pass the task first, then the data: (Regression, DataLoader).",
     ),
     "a data module and a task to validate": (
         validate(Data(), Regression()),
-        "dataloaders: found the task Regression. A loader belongs there, or a data module.",
+        "dataloaders: found the task Regression. Pass a loader or a data module.",
     ),
-    "the class of a data module": (fit(Regression(), Data), "dataloaders: found the class Data. Make one: Data(...)."),
+    "the class of a data module": (
+        fit(Regression(), Data),
+        "dataloaders: found the class Data. Create an object: Data(...).",
+    ),
     "the same by its name": (
         fit(Regression(), datamodule=Data),
         "datamodule: expected a lumen.DataModule, found the class Data. Make one: Data(...).",
@@ -229,11 +234,11 @@ ERRORS = {
     ),
     "a data module as a validation loader": (
         fit(Regression(), loader(), Data()),
-        "val_dataloaders: found the data module Data. Give it alone, as datamodule=...",
+        "val_dataloaders: found the data module Data. Pass the data module alone, as datamodule=...",
     ),
     "a data module in a list": (
         fit(Regression(), [Data()]),
-        "dataloaders: found the data module Data. Give it alone, as datamodule=...",
+        "dataloaders: found the data module Data. Pass the data module alone, as datamodule=...",
     ),
     "a data set": (
         fit(Regression(), loader().dataset),

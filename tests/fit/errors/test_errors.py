@@ -41,8 +41,8 @@ class NoneForPredictions(Regression):
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        (NoneForOptimizers, {}, "NoneForOptimizers.configure_optimizers is None. Define it, or delete the line"),
-        (NoneForPredictions, {}, "NoneForPredictions.predict_step is None. Define it, or delete the line"),
+        (NoneForOptimizers, {}, "NoneForOptimizers.configure_optimizers is None. Define "),
+        (NoneForPredictions, {}, "NoneForPredictions.predict_step is None. Define "),
         (NoTrainingStep, {}, "NoTrainingStep has no training_step. Define"),
         (NoOptimizer, {}, "NoOptimizer has no configure_optimizers"),
         (Manual, {"accumulate_grad_batches": 2}, "automatic_optimization = False"),

@@ -139,7 +139,7 @@ def test_run_directory_always_has_csv_files(tmp_path, logger):
     assert {"val_loss", "system/time_s", "system/memory_mb"} <= record.keys()
 
 
-HOME = "The run directory is the trainer's: Trainer("
+HOME = "Set the run directory by Trainer("
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ HOME = "The run directory is the trainer's: Trainer("
     [
         (lambda: lumen.Trainer(logger="wanb"), "found 'wanb'. Did you mean wandb?"),
         (lambda: lumen.Trainer(logger=["csv", "tensorbord"]), "found ['csv', 'tensorbord']. Did you mean tensorboard?"),
-        (lambda: lumen.Trainer(logger=lumen.CSVLogger), "found the class CSVLogger. Make one: CSVLogger(...)."),
+        (lambda: lumen.Trainer(logger=lumen.CSVLogger), "found the class CSVLogger. Create an object: CSVLogger(...)."),
         (lambda: lumen.CSVLogger("logs"), f"too many positional arguments. {HOME}default_root_dir=..., name=...)"),
         (lambda: lumen.CSVLogger(save_dir="logs"), f"CSVLogger has no argument save_dir. {HOME}default_root_dir=...)"),
         (lambda: lumen.CSVLogger(flush_logs_every_n_steps=5), "Leave it out: Lumen writes every row at once."),
@@ -192,11 +192,11 @@ trainer:
     assert main(["fit", "--config", "old.yaml"]) == 2
     said = capsys.readouterr().err
     for part in (
-        "CSVLogger is Lightning's. Write lumen.CSVLogger.",
-        "CSVLogger has no option save_dir. The run directory is the trainer's: Trainer(default_root_dir=...)",
+        "CSVLogger is a class of Lightning. Write lumen.CSVLogger.",
+        "CSVLogger has no option save_dir. Set the run directory by Trainer(default_root_dir=...)",
         "CSVLogger has no option flush_logs_every_n_steps. Leave it out",
-        "WandbLogger is Lightning's. Write lumen.WandbLogger.",
+        "WandbLogger is a class of Lightning. Write lumen.WandbLogger.",
         "WandbLogger has no option log_model. Leave it out: checkpoints are in the run directory",
-        "CometLogger is Lightning's. Subclass lumen.Logger: docs/guides/loggers.md shows how.",
+        "CometLogger is a class of Lightning. Subclass lumen.Logger: docs/guides/loggers.md shows how.",
     ):
         assert part in said

@@ -406,14 +406,14 @@ def test_dataloader_iter_step_equals_plain_step(tmp_path):
 def test_taking_two_batches_suggests_accumulation(tmp_path):
     task = OfAnIterator()
     task.times = 2
-    with pytest.raises(TrainingError, match=r"took two batches of its dataloader_iter.*accumulate_grad_batches"):
+    with pytest.raises(TrainingError, match=r"took two batches from dataloader_iter.*accumulate_grad_batches"):
         bare_trainer(tmp_path, max_epochs=1).fit(task, loader(40, 8))
 
     class Both(Regression):
         def training_step(self, dataloader_iter, batch_idx):
             return None
 
-    with pytest.raises(ConfigError, match="dataloader_iter is given alone"):
+    with pytest.raises(ConfigError, match="dataloader_iter must be the only argument"):
         bare_trainer(tmp_path, max_epochs=1).fit(Both(), loader(40, 8))
 
 
@@ -521,7 +521,7 @@ def test_a_data_module_is_readable():
         def train_dataloader(self):
             return DataLoader(self.samples)
 
-    assert "train_dataloader: not there yet (AttributeError: " in str(Late())
+    assert "train_dataloader: not available yet (AttributeError: " in str(Late())
 
 
 def test_a_data_module_is_built_from_a_checkpoint(tmp_path):

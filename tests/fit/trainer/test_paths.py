@@ -127,7 +127,7 @@ def test_empty_path_raises(capsys):
         lambda: bare_trainer(Path("x")).validate(Regression(), loader(), ckpt_path=""),
         lambda: bare_trainer(Path("x")).test(Regression(), loader(), ckpt_path=lumen.ModelCheckpoint().best_model_path),
     ):
-        with pytest.raises(ConfigError, match=r"a path is empty.*best_model_path is empty until there is a checkpoint"):
+        with pytest.raises(ConfigError, match=r"a path is empty.*best_model_path is empty until a checkpoint exists"):
             take()
     for words in (
         ["fit", "--config", ""],
