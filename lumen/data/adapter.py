@@ -47,8 +47,8 @@ class Position(NamedTuple):
             return state
         if self.batches:
             raise DataError(
-                f"this run goes on in the middle of an epoch that was read from a {state['kind']}, but now there is a "
-                f"{kind}. Give it the loader that it had."
+                f"this run resumes in the middle of an epoch that was read from a {state['kind']}, but the loader is "
+                f"now read as a {kind}. Use the loader of the original run."
             )
         return {}
 
@@ -205,11 +205,11 @@ def read_one_by_one(
             return
         start = perf_counter()
     if index or length is not None:
-        reason = "it has no length" if length is None else f"its length, or a limit, says {length}"
+        reason = "the loader has no length" if length is None else f"the length of the loader, or a limit, is {length}"
         raise DataError(
-            f"a loader with follows_training = True ended after {index} batches of the epoch, but {reason}. It is not "
-            "read ahead, so its end has to be known: give it the __len__ that it keeps to, set limit_train_batches, or "
-            "let it go on for ever."
+            f"a loader with follows_training = True ended after {index} batches of the epoch, but {reason}. Lumen "
+            "does not read such a loader ahead, so the number of batches must be known. Define the exact __len__, "
+            "set limit_train_batches, or never end the loader."
         )
 
 
@@ -240,8 +240,8 @@ class SampleCounter:
                 else "as many samples as dimension 0 of its first tensor"
             )
             _log.warning(
-                "%s: Lumen did not draw these batches, so a batch counts %s. Return (loss, weight) from training_step "
-                "to say it yourself.",
+                "%s: Lumen did not draw these batches, so a batch counts %s. Return (loss, weight) from "
+"training_step to set the weight yourself.",
                 type(self._loader).__name__, rule,
             )  # fmt: skip
         return 1 if samples is None else samples

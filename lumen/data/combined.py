@@ -48,7 +48,9 @@ class CombinedLoader:
         if not parts:
             raise ConfigError("CombinedLoader: no loaders were given. Give at least one.")
         if len({id(part) for _, part in parts}) < len(parts):
-            raise ConfigError("CombinedLoader: one loader is given twice. Make two, which may share their data set.")
+            raise ConfigError(
+                "CombinedLoader: one loader is given twice. Create two loaders, which may share a data set."
+            )
         self.iterables, self.mode = iterables, mode
         self._limits: list[int | None] | None = None
 
@@ -71,7 +73,9 @@ class CombinedLoader:
         count = len(self.flattened)
         values = list(limits) if isinstance(limits, Sequence) else [limits] * count
         if len(values) != count:
-            raise ConfigError(f"CombinedLoader: {len(values)} limits are given for {count} loaders. Give one for each.")
+            raise ConfigError(
+                f"CombinedLoader: {len(values)} limits are given for {count} loaders. Give one limit for each loader."
+            )
         self._limits = None if limits is None else [None if each in (None, math.inf) else int(each) for each in values]
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
@@ -95,7 +99,9 @@ class CombinedLoader:
                 if batch is _ENDED and self.mode == "max_size_cycle":
                     sources[number] = _take_batches(*part)
                     if (batch := next(sources[number], _ENDED)) is _ENDED:
-                        raise DataError(f"CombinedLoader: {type(part[0]).__name__}, one of its loaders, gives nothing.")
+                        raise DataError(
+                            f"CombinedLoader: {type(part[0]).__name__}, one of its loaders, returns no batch."
+                        )
                 batches.append(None if batch is _ENDED else batch)
             yield map_leaves(skeleton, batches.__getitem__), index, 0
 
@@ -179,7 +185,8 @@ class CombinedAdapter(LoaderAdapter):
     ) -> None:
         if loader.limits is not None:
             raise ConfigError(
-                "CombinedLoader: limits are for a pass by hand. For a run use limit_train_batches of the trainer."
+                "CombinedLoader: limits apply to iteration in user code only. For a run use limit_train_batches of "
+                "the trainer."
             )
         self._mode, self.per_step, self._rank_slice = loader.mode, accumulate, rank_slice
         self.is_sequential = loader.mode == "sequential"
@@ -227,8 +234,9 @@ class CombinedAdapter(LoaderAdapter):
         if saved and layout != {key: saved[key] for key in layout}:
             if position.batches:
                 raise DataError(
-                    f"this run goes on in the middle of an epoch of {saved['loaders']} loaders combined by "
-                    f"{saved['mode']}; now there are {layout['loaders']} by {self._mode}. Give it those it had."
+                    f"this run resumes in the middle of an epoch of {saved['loaders']} loaders combined by "
+                    f"{saved['mode']}; now there are {layout['loaders']} by {self._mode}. Use the loaders and the "
+                    "mode of the original run."
                 )
             saved = {}
         if position.batches and saved.get("ended"):
@@ -341,8 +349,8 @@ class _LoaderInEpoch:
         item = self.read_next(step)
         if item is None:
             raise DataError(
-                "one of several training loaders is empty, so it cannot begin again beside the longer ones: "
-                f"{self._adapter.explain_empty()}. Leave it out."
+                "one of several training loaders is empty, so the loader cannot restart while longer loaders "
+                f"continue: {self._adapter.explain_empty()}. Remove the empty loader."
             )
         return item
 

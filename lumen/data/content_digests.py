@@ -37,10 +37,10 @@ _SETS = (set, frozenset)
 _SEQUENCES = (list, tuple, deque)
 _SCALARS = (type(None), str, bytes, int, float, complex, np.generic, os.PathLike)
 _ADVICE = (
-    "Every process runs the whole script and draws its own random numbers. Call lumen.seed_everything(1) before data "
-    "is split, shuffled or drawn. Sort what has no order, as in sorted(os.listdir(path)) and sorted(set(names)), or "
-    "set PYTHONHASHSEED=0 for sets. Leave sharding to Lumen: give every rank all samples, without "
-    "split_dataset_by_node, shard() or [rank::world_size]."
+    "Every process runs the whole script and draws its own random numbers. Call lumen.seed_everything(1) before "
+    "data is split, shuffled or drawn. Sort unordered collections, as in sorted(os.listdir(path)) and "
+    "sorted(set(names)), or set PYTHONHASHSEED=0 for sets. Leave sharding to Lumen: give every rank all samples, "
+    "without split_dataset_by_node, shard() or [rank::world_size]."
 )
 _LEAVES = (
     *_SCALARS, bytearray, range, type, ModuleType, BuiltinFunctionType, CodeType, type(os.environ),
@@ -98,7 +98,7 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
             if is_reordered or is_enumerated:
                 raise DataError(f"{difference}. {_ADVICE}")
             if not one.is_table:
-                _log.warning("%s. Samples that depend on it differ from those of a run on one process.", difference)
+                _log.warning("%s. Samples that depend on this collection differ from a run on one process.", difference)
 
 
 def digest_collections(loader: Any) -> tuple[dict[str, Collection], set[int]]:

@@ -112,8 +112,8 @@ class KeptGenerators:
         except Exception as error:  # A subclass of the user may raise any error.
             if warn:
                 _log.warning(
-                    "%s is a %s, which cannot be seeded (%s): what it draws is another thing in every run, and not "
-                    "repeated after a resume. Keep a torch.Generator, a numpy.random.Generator or a random.Random.",
+                    "%s is a %s, which cannot be seeded (%s). Its random numbers differ in every run and after a "
+"resume. Use a torch.Generator, a numpy.random.Generator or a random.Random.",
                     place, type(generator).__name__, error or type(error).__name__,
                 )  # fmt: skip
             return False

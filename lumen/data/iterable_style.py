@@ -93,8 +93,9 @@ class IterableAdapter(_IterableAdapterBase):
         found = {"batches": self.length, "digest of the first": [digest_batch(item.batch) for item in first]}
         check_same_data_on_ranks(
             self._rank_slice, "stream", found,
-            f"Every rank reads all batches of {self._name}, and Lumen keeps each one's share. If it gives every rank "
-            "a part of its own, say so by shards_itself = True on it; else let it give the same on every rank.",
+            f"Every rank reads all batches of {self._name}, and Lumen keeps each rank's share. If {self._name} gives "
+f"every rank different batches, set shards_itself = True on {self._name}. Otherwise return the same "
+"batches on every rank.",
         )  # fmt: skip
         return chain(first, items)
 
@@ -148,8 +149,9 @@ def depends_on_training(loader: Any) -> bool:
     depends = has_capability(loader, "follows_training")
     if depends and isinstance(loader, DataLoader) and loader.num_workers:
         raise DataError(
-            f"{type(loader.dataset).__name__} says follows_training, but its DataLoader has num_workers="
-            f"{loader.num_workers}: a worker has a copy of the model that is never trained. Set num_workers=0."
+            f"{type(loader.dataset).__name__} sets follows_training, but its DataLoader has "
+            f"num_workers={loader.num_workers}: a worker has a copy of the model that is never trained. Set "
+            "num_workers=0."
         )
     return depends
 
@@ -218,9 +220,9 @@ class ShardedIterableAdapter(_IterableAdapterBase):
             return states
         if position.batches or not all(each["exhausted"] for each in states):
             raise DataError(
-                f"this run goes on in the middle of {self._name}, which was read in parts by {len(states)} processes; "
-                f"now there are {world}, and how their parts divide is known only to it. Resume with {len(states)} "
-                "processes, or at a checkpoint of the end of an epoch."
+                f"this run resumes in the middle of {self._name}, which {len(states)} processes read in parts, but "
+                f"now there are {world} processes. Only {self._name} knows its parts. Resume with {len(states)} "
+                "processes, or from a checkpoint at the end of an epoch."
             )
         return [{"kind": "stream"}] * world
 
@@ -264,8 +266,8 @@ class ShardedIterableAdapter(_IterableAdapterBase):
         self._compared = True
         if suspicious:
             _log.warning(
-                "%s says shards_itself, but every rank reads the same first batch. If each reads the whole stream, "
-                "every sample counts %d times: drop shards_itself, and Lumen assigns the batches.",
+                "%s sets shards_itself, but every rank reads the same first batch. If every rank reads the whole "
+"stream, every sample counts %d times. Remove shards_itself, and Lumen assigns the batches.",
                 self._name, len(first),
             )  # fmt: skip
 

@@ -52,8 +52,8 @@ def adapt_loader(
     if isinstance(loader, CombinedLoader):
         if global_batch_size is not None:
             raise ConfigError(
-                f"global_batch_size: {global_batch_size} samples of which of the {len(loader.flattened)} training "
-                "loaders? Set accumulate_grad_batches instead."
+                f"global_batch_size: {global_batch_size} is ambiguous for {len(loader.flattened)} training loaders. "
+                "Set accumulate_grad_batches instead."
             )
 
         def adapt(part: Any, number: int) -> LoaderAdapter:
@@ -83,14 +83,14 @@ def adapt_loader(
 def _refuse_parts(loader: Any, rank_slice: RankSlice) -> None:
     if depends_on_training(loader):
         raise DataError(
-            f"{type(getattr(loader, 'dataset', loader)).__name__} says follows_training, but is one of several "
-            "training loaders, which are read a step ahead. Let one loader give what the others do too."
+            f"{type(getattr(loader, 'dataset', loader)).__name__} sets follows_training, but is one of several "
+            "training loaders, which Lumen reads a step ahead. Combine the loaders into one loader."
         )
     if rank_slice.world_size > 1 and shards_itself(loader, rank_slice.world_size):
         raise DataError(
             f"{type(getattr(loader, 'dataset', loader)).__name__}, one of several training loaders, gives every "
-            "process a part of its own, so their ends cannot be compared. Let it give all batches to every process "
-            "(without shards_itself): Lumen keeps each one's share."
+            "process different batches, so Lumen cannot compare where the loaders end. Return all batches on every "
+            "process (without shards_itself): Lumen keeps each process's share."
         )
 
 
@@ -136,8 +136,8 @@ def _make_order(
         return PlainOrder(sampler.dataset, seed, shuffle=sampler.shuffle, **batching)  # type: ignore[arg-type]
     if samples is None and type(sampler) is SequentialSampler:
         raise DataError(
-            f"{type(loader.dataset).__name__} has no length, and no sampler says which samples it has. "
-            "Define a __len__ that returns an int, give a sampler, or derive it from IterableDataset."
+            f"{type(loader.dataset).__name__} has no length, and the loader has no sampler. Define a __len__ that "
+            "returns an int, pass a sampler, or derive the data set from IterableDataset."
         )
     if not _is_plain_sampler(sampler, samples):
         return SampledOrder(sampler, seed, **batching)  # type: ignore[arg-type]
@@ -170,8 +170,8 @@ def _count_batches_per_step(loader: Any, accumulate: int, global_batch_size: int
     batch_size = getattr(loader, "batch_size", None)
     if not batch_size or global_batch_size % batch_size:
         raise ConfigError(
-            f"global_batch_size: {global_batch_size} is no multiple of the batch size {batch_size} of "
-            f"{type(loader).__name__}, whose batches are taken as they come. Set accumulate_grad_batches instead."
+            f"global_batch_size: {global_batch_size} is not a multiple of the batch size {batch_size} of "
+            f"{type(loader).__name__}, whose batches Lumen cannot divide. Set accumulate_grad_batches instead."
         )
     _warn_of_idle_ranks(global_batch_size, global_batch_size // int(batch_size), world)
     return global_batch_size // int(batch_size)
@@ -180,7 +180,7 @@ def _count_batches_per_step(loader: Any, accumulate: int, global_batch_size: int
 def _warn_of_idle_ranks(global_batch_size: int | None, micro_batches: int, world: int) -> None:
     if global_batch_size is not None and micro_batches % world:
         _log.warning(
-            "global_batch_size: %d samples are %d micro-batches for %d processes: some of them have nothing to do in "
-            "the last round of every step. Choose a batch_size that makes it a multiple of %d micro-batches.",
+            "global_batch_size: %d samples are %d micro-batches for %d processes, so some processes are idle in the "
+"last round of every step. Choose a batch_size that gives a multiple of %d micro-batches.",
             global_batch_size, micro_batches, world, world,
         )  # fmt: skip

@@ -151,8 +151,8 @@ class MapStyleAdapter(LoaderAdapter):
         }
         check_same_data_on_ranks(
             self._rank_slice, "data set or order", found,
-            "Lumen assigns the samples to the processes itself: give all of them the same data set, and a sampler that "
-            "does not look at the rank.",
+            "Lumen assigns the samples to the processes. Use the same data set on all processes, and a sampler that "
+"does not depend on the rank.",
         )  # fmt: skip
         return steps if first is None else chain([first], steps)
 

@@ -89,10 +89,7 @@ class Order(ABC):
         if not (samples or self._drop_last) or samples == 0:
             return f"{name} has no samples"
         has = "gives fewer samples" if samples is None else f"has {samples} samples, fewer"
-        return (
-            f"{name} {has} than the batch_size {self._batch_size}, and drop_last=True leaves out a batch that is not "
-            "full"
-        )
+        return f"{name} {has} than the batch_size {self._batch_size}, and drop_last=True omits a batch that is not full"
 
 
 @final
@@ -125,8 +122,8 @@ class PlainOrder(Order):
         self._samples = position.get_state("data set").get("samples", length) if position.samples else length
         if length < self._samples:
             raise DataError(
-                f"this run goes on in the middle of an epoch of {self._samples} samples, but the "
-                f"{type(self._dataset).__name__} now has {length}. Give it the data it had."
+                f"this run resumes in the middle of an epoch of {self._samples} samples, but the "
+                f"{type(self._dataset).__name__} now has {length}. Use the data of the original run."
             )
         self.length = self._count_batches(self._samples)
 
@@ -141,8 +138,8 @@ class PlainOrder(Order):
         state = {"kind": "data set", "samples": self._samples, "shuffled": how, "seed": self._seed}
         if position.samples and position.get_state("data set") not in ({}, state):
             raise DataError(
-                "this run goes on in the middle of an epoch, whose order belongs to other data: "
-                f"then {position.state}, now {state}. Give it the data and the shuffling it had."
+                "this run resumes in the middle of an epoch, but the order of the samples has changed: then "
+                f"{position.state}, now {state}. Use the data and the shuffling of the original run."
             )
         key, end = position.get_order_key(epoch), self._samples
         order = make_epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
@@ -192,7 +189,7 @@ class SampledOrder(Order):
     def explain_empty(self) -> str:
         """Return the reason for a pass without batches."""
         if not self.is_cut_by_lumen:
-            return f"the {type(self._sampler).__name__} of the loader gives nothing"
+            return f"the {type(self._sampler).__name__} of the loader returns no indices"
         return self._explain_too_few(self._sampler, get_length(self._sampler))
 
     def iterate_steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
@@ -226,7 +223,7 @@ class SampledOrder(Order):
         if self._single:
             return [item]
         if not hasattr(item, "__iter__") or not (batch := list(item)):
-            raise DataError(f"a batch sampler gave {item!r}. It must give lists of at least one index.")
+            raise DataError(f"a batch sampler gave {item!r}. Return lists of at least one index.")
         return batch
 
 
@@ -288,8 +285,8 @@ class _SeededIterator:
             self._iterator = iter(sampler)
         if is_repeated and is_single_pass(sampler, self._iterator):
             raise DataError(
-                f"the sampler is a {type(sampler).__name__}, which can be read only once. "
-                "Give an object whose __iter__ begins anew: a list, or a Sampler."
+                f"the sampler is a {type(sampler).__name__}, which can be read only once. Use an object whose "
+                "__iter__ restarts, such as a list or a Sampler."
             )
         if self._iterator is sampler:
             self._iterator = _iterate_rest(sampler)
@@ -320,9 +317,9 @@ class _SeededIterator:
             self.take_items(min(1 << 14, number - first))
         if number and self._position.get_state("sampler") not in ({}, self.get_state()):
             raise DataError(
-                "this run goes on in the middle of an epoch, and the sampler now gives another order than it gave "
-                "before. Give it the data and the arguments it had. A sampler that changes itself from epoch to epoch "
-                "must do so in set_epoch(epoch)."
+                "this run resumes in the middle of an epoch, but the sampler now gives a different order. Use the "
+                "data and the arguments of the original run. A sampler that changes from epoch to epoch must change "
+                "in set_epoch(epoch)."
             )
 
     def get_state(self) -> dict[str, Any]:

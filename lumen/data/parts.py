@@ -69,9 +69,9 @@ def _cut_leaf(leaf: Any, samples: int, where: slice) -> Any:
     elif _is_per_sample_list(leaf, samples):
         return leaf[where]
     raise DataError(
-        f"a batch of {samples} samples does not fit into memory, and cannot be halved: where its samples are is not "
-        f"known of {_describe_value(leaf)}; only tensors that have them along dimension 0 can be cut, and lists "
-        "without tensors. Make batch_size of that loader smaller."
+        f"a batch of {samples} samples does not fit into memory, and Lumen cannot halve the batch: the samples of "
+        f"{_describe_value(leaf)} are unknown. Lumen divides tensors with the samples along dimension 0, and lists "
+        "without tensors. Reduce batch_size of this loader."
     )
 
 
@@ -111,9 +111,9 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool
 def _make_join_error(parts: Sequence[tuple[Any, int]]) -> ConfigError:
     found = " and ".join(f"{_describe_value(output)} for {size}" for output, size in parts)
     return ConfigError(
-        f"halve_on_oom: the step returned, for halves of a batch, {found} samples, which cannot be put together. "
-        "Return tensors with the samples along dimension 0, or mappings, lists and tuples of them; or make batch_size "
-        "of that loader smaller."
+        f"halve_on_oom: cannot join the step's outputs for the halves of a batch, {found} samples. Return tensors "
+        "with the samples along dimension 0, or mappings, lists and tuples of them; or reduce batch_size of this "
+        "loader."
     )
 
 

@@ -31,7 +31,9 @@ def check_same_data_on_ranks(rank_slice: RankSlice, description: str, found: Any
     reports = rank_slice.gather_all(found)
     for rank, other in enumerate(reports):
         if other != reports[0]:
-            raise DataError(f"rank {rank} has another {description} than rank 0: {other}, not {reports[0]}. {advice}")
+            raise DataError(
+                f"rank {rank} has a different {description} than rank 0: {other}, not {reports[0]}. {advice}"
+            )
 
 
 def share_batch(rank_slice: RankSlice, source: int, item: LoadedBatch | None) -> LoadedBatch:

@@ -97,26 +97,26 @@ class ResumableIterator:
         changed = [f"{option} was {old}, is {self.batching.get(option)}" for option, old in state["cut"].items()
                    if old != self.batching.get(option)]  # fmt: skip
         if changed:
-            raise DataError(self._describe_misread(number, f"but it is cut otherwise now: {', '.join(changed)}"))
+            raise DataError(self._describe_misread(number, f"but the batching has changed: {', '.join(changed)}"))
         _log.warning(
-            "%s has no state_dict to go on from: %d batches of this epoch are read once more. To avoid it, %s.",
+            "%s has no state_dict, so Lumen reads %d batches of this epoch again. To avoid this, %s.",
             name, number, remedy,
         )  # fmt: skip
         samples = 0
         for index in range(number):
             batch = self._read_next(key, index)
             if batch is _END:
-                raise DataError(self._describe_misread(number, f"but now it has only {index}"))
+                raise DataError(self._describe_misread(number, f"but the epoch now has only {index}"))
             samples += self._count(batch)
             self._add_to_digest(batch, index)
         if samples != state["samples"]:
-            held = f"which held {state['samples']} samples, but they now hold {samples}"
+            held = f"which had {state['samples']} samples, but now have {samples}"
             raise DataError(self._describe_misread(number, held))
         if state.get("sparse_digest", self._digest) != self._digest:
             _log.warning(
-                "%s gives other batches when it is read again: the first %d of this epoch are not those that were "
-                "trained on, so that samples are left out or come twice. Draw its order from torch's, numpy's or "
-                "Python's global generator, which Lumen seeds, or %s.", name, number, remedy,
+                "%s gives different batches when it is read again: the first %d of this epoch differ from the "
+"batches that were trained on. Samples are missing or repeated. Draw the order from torch's, "
+"numpy's or Python's global generator, which Lumen seeds, or %s.", name, number, remedy,
             )  # fmt: skip
 
     def _add_to_digest(self, batch: Any, number: int) -> None:
@@ -130,11 +130,11 @@ class ResumableIterator:
     def _describe_misread(self, number: int, problem: str) -> str:
         name, remedy = self._describe_missing_state()
         return (
-            f"this run goes on in the middle of an epoch of {name}, which has no state_dict to go on from: its first "
-            f"{number} batches are to be read once more, {problem}. Samples would be left out or come twice. Give it "
-            "the batch_size, the num_workers and the data that it had, resume from a checkpoint of an epoch's end, or "
-            "start a new run from this one with resume_parts without data, whose epoch begins anew. "
-            f"To resume anywhere, {remedy}."
+            f"this run resumes in the middle of an epoch of {name}, which has no state_dict. Lumen must read the "
+            f"first {number} batches again, {problem}. Samples would be missing or repeated. Use the batch_size, the "
+            "num_workers and the data of the original run, or resume from a checkpoint at the end of an epoch. Or "
+            "start a new run from this run with resume_parts without data, which restarts the epoch. To resume "
+            f"anywhere, {remedy}."
         )
 
     def _describe_missing_state(self) -> tuple[str, str]:
@@ -144,7 +144,7 @@ class ResumableIterator:
         name, steps = type(owner).__name__, list[str]()
         if _has_shuffle_buffer(self._source):
             name = "the shuffle buffer of Hugging Face's datasets"
-            return name, "shuffle shards alone, or a data set that is no stream"
+            return name, "shuffle only shards, or use a map-style data set"
         if owner is self._source or not is_stream:
             steps.append(f"give {name} state_dict and load_state_dict")
         if is_stream and self.batching["num_workers"]:
@@ -195,8 +195,8 @@ class ResumableIterator:
 
     def _make_read_before_error(self) -> DataError:
         return DataError(
-            f"the loader is a {type(self._loader).__name__}, which can be read only once, and it has been read. "
-            "Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
+            f"the loader is a {type(self._loader).__name__}, which can be read only once, and was already read. Use "
+            "an object whose __iter__ restarts: a DataLoader, a list, or your own class."
         )
 
     def _read_next(self, key: int, number: int) -> Any:
@@ -245,8 +245,8 @@ class ResumableIterator:
         """Return why a pass had no batches, as text of an error."""
         name, size = type(self._source).__name__, self.batching.get("batch_size")
         if size and self.batching["drop_last"]:
-            return f"{name} gave no samples, or fewer than the batch_size {size}, which drop_last=True leaves out"
-        return f"{name} gave nothing"
+            return f"{name} gave no samples, or fewer than the batch_size {size}, which drop_last=True omits"
+        return f"{name} gave no batch"
 
     def close(self) -> None:
         """End the workers, and restore the loader's own generators, so the user can iterate it again."""

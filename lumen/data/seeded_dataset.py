@@ -154,9 +154,9 @@ class SeededDataset(Dataset[Any]):
         beyond = [index for index in request.indices if isinstance(index, (int, np.integer)) and index >= (length or 0)]
         if length is not None and beyond:
             raise DataError(
-                f"sample {beyond[0]} is to come in this epoch, but {type(self.dataset).__name__} has {length}: it has "
-                "become shorter in the middle of the epoch, or its sampler counts further. An epoch has the samples "
-                "that the data set has when it begins: change it in on_train_epoch_end or on_train_epoch_start."
+                f"this epoch needs sample {beyond[0]}, but {type(self.dataset).__name__} has only {length} samples. "
+                "The data set became shorter in the middle of the epoch, or its sampler gives larger indices. "
+                "Change a data set only in on_train_epoch_end or on_train_epoch_start."
             ) from error
 
     def _make_batch(self, request: BatchRequest) -> Any:
@@ -218,9 +218,9 @@ def make_early_end_error(data: Any, where: str) -> DataError:
         where: Words for the message, such as "in its collate function".
     """
     return DataError(
-        f"{type(data).__name__} raised StopIteration {where}, in the middle of the data. It comes of next() on an "
-        "iterator that has ended: give next() a default, or let the data set end where that does. The traceback says "
-        "where."
+        f"{type(data).__name__} raised StopIteration {where}, in the middle of the data. The cause is next() on an "
+        "iterator that has ended; the traceback shows the line. Give next() a default, or end the data set where "
+        "the iterator ends."
     )
 
 

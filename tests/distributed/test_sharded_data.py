@@ -305,8 +305,8 @@ def test_different_data_raises_equally_on_all_ranks(kind):
     results = Ranks(2).run(lambda ours: read(adapt_loader(DIFFERENT[kind](ours.rank), SEED, 2, rank_slice=ours)))
     for error in results:
         assert isinstance(error, DataError)
-        assert "rank 1 has another data set or order than rank 0: {" in str(error)
-        assert "a sampler that does not look at the rank" in str(error)
+        assert "rank 1 has a different data set or order than rank 0: {" in str(error)
+        assert "a sampler that does not depend on the rank" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -323,8 +323,8 @@ def test_undeclared_stream_shards_raise_equally_on_all_ranks(make):
     results = Ranks(3).run(lambda ours: read(adapt_loader(make(ours.rank), SEED, 3, rank_slice=ours)))
     for error in results:
         assert isinstance(error, DataError)
-        assert "rank 1 has another stream than rank 0" in str(error)
-        assert "say so by shards_itself = True" in str(error)
+        assert "rank 1 has a different stream than rank 0" in str(error)
+        assert "set shards_itself = True" in str(error)
 
 
 def test_random_sampler_is_equal_on_all_ranks():
@@ -503,20 +503,20 @@ def test_shard_without_state_rereads_its_batches(caplog):
     _, position = parts_fit(Part, [6, 1], 2, steps=2)
     parts_fit(Part, [6, 1], 2, position=position, sets=sets)
     assert [part.loaded for part in sets] == [6, 0]
-    assert "3 batches of this epoch are read once more" in caplog.text
+    assert "3 batches of this epoch again" in caplog.text
 
 
 def test_sharded_stream_cannot_resume_with_other_world_size():
     """Between epochs it can."""
     _, inside = parts_fit(Part, [4, 4], 2, steps=2)
     for world in (1, 3):
-        with pytest.raises(DataError, match="read in parts by 2 processes; now there are"):
+        with pytest.raises(DataError, match="which 2 processes read in parts, but now there are"):
             parts_fit(Part, [4, 4, 4], world, position=inside)
     _, ended = parts_fit(Part, [4, 4], 2)
     steps, _ = parts_fit(Part, [4, 4, 4], 3, position=Position(state=ended.state), epoch=1)
     assert sum(map(len, steps)) == 12
     _, cut = parts_fit(ResumablePart, [4, 4], 2, limit=4)
-    with pytest.raises(DataError, match="Resume with 2 processes, or at a checkpoint of the end of an epoch"):
+    with pytest.raises(DataError, match="Resume with 2 processes, or from a checkpoint at the end of an epoch"):
         parts_fit(ResumablePart, [4, 4, 4], 3, position=Position(state=cut.state), epoch=1)
 
 
@@ -626,7 +626,7 @@ def test_parts_among_several_training_loaders_are_an_error():
 
     for error in Ranks(2).run(rank):
         assert isinstance(error, DataError)
-        assert "Part, one of several training loaders, gives every process a part of its own" in str(error)
+        assert "Part, one of several training loaders, gives every process different batches" in str(error)
 
 
 # ---------------------------------------------------------------------- real processes
@@ -715,7 +715,7 @@ def test_real_ranks_train_validate_and_resume_on_shards(group, tmp_path):
     rest = group(2).run(go_on, tmp_path, "parts")
     assert all_of([*begun, *rest]) == trained
     for said in group(3).run(refusal, DataError, go_on, tmp_path, "parts"):
-        assert "read in parts by 2 processes; now there are 3" in said
+        assert "which 2 processes read in parts, but now there are 3" in said
 
 
 def fit_different(folder, kind):

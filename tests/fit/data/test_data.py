@@ -700,7 +700,7 @@ def test_an_endless_stream_needs_only_a_limit(tmp_path, limit, batches):
 @pytest.mark.parametrize("batch_size", [None, 5])
 def test_impossible_global_batch_size_raises(tmp_path, batch_size):
     data = DataLoader(Stream(), batch_size)
-    with pytest.raises(ConfigError, match=f"global_batch_size: 8 is no multiple of the batch size {batch_size}"):
+    with pytest.raises(ConfigError, match=f"global_batch_size: 8 is not a multiple of the batch size {batch_size}"):
         seen(tmp_path, data, global_batch_size=8)
 
 
@@ -729,22 +729,25 @@ EMPTY = {
     "no samples": (lambda: DataLoader(TensorDataset(torch.empty(0, 6)), 4), "TensorDataset has no samples"),
     "fewer than one batch": (
         lambda: DataLoader(numbers(3), 4, drop_last=True),
-        "TensorDataset has 3 samples, fewer than the batch_size 4, and drop_last=True leaves out a batch that is not f",
+        "TensorDataset has 3 samples, fewer than the batch_size 4, and drop_last=True omits a batch that is not f",
     ),
     "a part of them": (
         lambda: DataLoader(numbers(9), 4, drop_last=True, sampler=SubsetRandomSampler([1, 2])),
         "SubsetRandomSampler has 2 samples, fewer than the batch_size 4, and drop_last=True",
     ),
-    "an empty list": (list, "list gave nothing"),
+    "an empty list": (list, "list gave no batch"),
     "an empty sampler": (
         lambda: DataLoader(Subset(numbers(), []), 4, sampler=SubsetRandomSampler([])),
         "SubsetRandomSampler has no samples",
     ),
-    "an empty batch sampler": (lambda: DataLoader(numbers(), batch_sampler=[]), "the list of the loader gives nothing"),
-    "an empty stream": (lambda: DataLoader(Silent(), 4), "Silent gave nothing"),
+    "an empty batch sampler": (
+        lambda: DataLoader(numbers(), batch_sampler=[]),
+        "the list of the loader returns no indices",
+    ),
+    "an empty stream": (lambda: DataLoader(Silent(), 4), "Silent gave no batch"),
     "a stream of less than a batch": (
         lambda: DataLoader(Stream(), 40, drop_last=True),
-        "Stream gave no samples, or fewer than the batch_size 40, which drop_last=True leaves out",
+        "Stream gave no samples, or fewer than the batch_size 40, which drop_last=True omits",
     ),
     "loaders": (
         lambda: lumen.CombinedLoader(

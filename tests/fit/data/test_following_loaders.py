@@ -58,7 +58,7 @@ def test_endless_loader_ends_with_run_or_limit(tmp_path):
 
 
 def test_unknown_end_raises_with_a_fix(tmp_path):
-    found = re.escape("ended after 4 batches of the epoch, but it has no length")
+    found = re.escape("ended after 4 batches of the epoch, but the loader has no length")
     with pytest.raises(DataError, match=rf"{found}.*__len__.*limit_train_batches"):
         bare_trainer(tmp_path, max_epochs=1).fit(Asking(Answers))
 
@@ -66,7 +66,9 @@ def test_unknown_end_raises_with_a_fix(tmp_path):
         def __len__(self):
             return 5
 
-    with pytest.raises(DataError, match="ended after 4 batches of the epoch, but its length, or a limit, says 5"):
+    with pytest.raises(
+        DataError, match="ended after 4 batches of the epoch, but the length of the loader, or a limit, is 5"
+    ):
         bare_trainer(tmp_path, max_epochs=1).fit(Asking(TooLong))
 
 
@@ -80,7 +82,7 @@ def test_one_of_several_loaders_cannot_follow(tmp_path):
         def train_dataloader(self):
             return [super().train_dataloader(), loader()]
 
-    with pytest.raises(DataError, match="is one of several training loaders, which are read a step ahead"):
+    with pytest.raises(DataError, match="is one of several training loaders, which Lumen reads a step ahead"):
         bare_trainer(tmp_path, max_epochs=1).fit(Both())
 
 

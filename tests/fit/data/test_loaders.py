@@ -337,7 +337,7 @@ def test_indices_may_be_anything_a_data_set_takes(tmp_path):
         (lambda: DataLoader(numbers(), batch_sampler=[[1], []]), r"a batch sampler gave \[\]"),
         (lambda: DataLoader(numbers(), batch_sampler=[1, 2]), "a batch sampler gave 1"),
         (lambda: DataLoader(numbers(), 4, sampler=iter([1, 2, 3])), "a list_iterator, which can be read only once"),
-        (lambda: DataLoader(Endless(), 4), "Endless has no length, and no sampler"),
+        (lambda: DataLoader(Endless(), 4), "Endless has no length, and the loader has no sampler"),
         (lambda: "abc", "a loader is an iterable of batches, found str"),
         (lambda: torch.arange(4), "a loader is an iterable of batches, found Tensor"),
         (lambda: {"a": alphabet(3), "b": "abc"}, "found str"),
@@ -394,7 +394,7 @@ def resume_with(tmp_path, before, after, step=2):
     [({}, {"samples": 21}, r"was TensorDataset\(20\), is TensorDataset\(21\)"),
      ({"shuffle": True}, {}, r"'shuffled': 'at once'.* 'in order'"),
      ({"sampler": WeightedRandomSampler(torch.ones(20), 18)},
-      {"sampler": WeightedRandomSampler(torch.arange(1.0, 21), 18)}, "the sampler now gives another order")],
+      {"sampler": WeightedRandomSampler(torch.arange(1.0, 21), 18)}, "the sampler now gives a different order")],
     ids=["data", "shuffling", "order of a sampler"],
 )  # fmt: skip
 def test_changed_loading_in_mid_epoch_raises(tmp_path, before, after, said):
@@ -580,9 +580,7 @@ def test_data_shrinking_in_mid_epoch_raises(tmp_path, options):
     data = Replay((8,), -3, sampler=lambda samples: range(len(samples)))
     if options:  # which have a copy: their sampler counts too far
         data = Replay((8,), sampler=lambda samples: range(9), **options)
-    with pytest.raises(
-        DataError, match=r"sample \d is to come in this epoch, but list has [258]: it has become shorter"
-    ):
+    with pytest.raises(DataError, match=r"epoch needs sample \d, but list has only [258] samples"):
         bare_trainer(tmp_path, max_epochs=1).fit(Resizing(), data)
 
 
@@ -788,7 +786,7 @@ def test_stateless_stream_is_reread_with_a_warning(tmp_path, caplog):
     task = seen(tmp_path, DataLoader(stream, 4), max_epochs=2, resume=path, log_level="WARNING")
     assert plain(task.epochs[1]) == [[12, 13, 14, 15], [16, 17, 18, 19]]
     assert stream.read == 20
-    assert caplog.text.count("3 batches of this epoch are read once more") == 1
+    assert caplog.text.count("3 batches of this epoch again") == 1
     assert "state_dict" in caplog.text
 
 
@@ -800,7 +798,7 @@ def test_streams_reread_in_another_order_are_reported(tmp_path, caplog):
     path = tmp_path / "step"
     seen(tmp_path, DataLoader(Unseeded(), 4), max_steps=8, callbacks=[Saving(8, path)])
     seen(tmp_path, DataLoader(Unseeded(), 4), max_steps=9, resume=path, log_level="WARNING")
-    assert caplog.text.count("Unseeded gives other batches when it is read again: the first 8 of this epoch") == 1
+    assert caplog.text.count("Unseeded gives different batches when it is read again: the first 8 of this epoch") == 1
 
 
 @pytest.mark.parametrize(
@@ -847,7 +845,7 @@ def test_a_shuffle_buffer_of_hugging_face_resumes_exactly(tmp_path, caplog):
     seen(tmp_path, shuffled(), max_steps=13, callbacks=[Saving(13, path)])
     rest = seen(tmp_path, shuffled(), max_epochs=2, resume=path, log_level="WARNING")
     assert plain(rest.epochs[1]) == plain(whole.epochs[1])[3:]
-    assert caplog.text.count("3 batches of this epoch are read once more") == 1
+    assert caplog.text.count("3 batches of this epoch again") == 1
     assert "other batches" not in caplog.text
 
 
@@ -1007,8 +1005,8 @@ def test_batches_of_a_streams_workers_come_in_order(tmp_path, caplog, kind):
         (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(), 2), "batch_size was 4, is 2"),
         (lambda: DataLoader(Plainly(), 2), lambda: DataLoader(Plainly(), 4), "batch_size was 2, is 4"),
         (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(), 4, num_workers=2), "num_workers was 0, is 2"),
-        (lambda: Cut(4), lambda: Cut(2), "held 8 samples, but they now hold 4"),
-        (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(4), 4), "but now it has only 1"),
+        (lambda: Cut(4), lambda: Cut(2), "had 8 samples, but now have 4"),
+        (lambda: DataLoader(Plainly(), 4), lambda: DataLoader(Plainly(4), 4), "but the epoch now has only 1"),
         (
             lambda: [DataLoader(Plainly(), 4), DataLoader(Plainly(), 4)],
             lambda: [DataLoader(Plainly(), 4), DataLoader(Plainly(), 2)],
@@ -1018,7 +1016,7 @@ def test_batches_of_a_streams_workers_come_in_order(tmp_path, caplog, kind):
     ids=["smaller", "larger", "workers", "unknown", "shorter", "one of several"],
 )
 def test_rebatched_stateless_stream_in_mid_epoch_raises(tmp_path, before, after, message):
-    with pytest.raises(DataError, match=f"which has no state_dict.*{message}.*Samples would be left out or come twice"):
+    with pytest.raises(DataError, match=f"which has no state_dict.*{message}.*Samples would be missing or repeated"):
         resume_with(tmp_path, before(), after())
 
 
@@ -1226,7 +1224,7 @@ def test_invalid_combinations_raise_clear_errors(tmp_path):
         lumen.CombinedLoader([])
     with pytest.raises(ConfigError, match="one loader is given twice"):
         lumen.CombinedLoader([loaders[0], loaders[0]])
-    with pytest.raises(ConfigError, match="global_batch_size: 4 samples of which of the 2 training loaders"):
+    with pytest.raises(ConfigError, match="global_batch_size: 4 is ambiguous for 2 training loaders"):
         bare_trainer(tmp_path, max_epochs=1, global_batch_size=4).fit(Structures(), loaders)
     with pytest.raises(DataError, match="one of several training loaders is empty"):
         bare_trainer(tmp_path, max_epochs=1).fit(Structures(), [alphabet(0), alphabet(7)])
@@ -1521,10 +1519,12 @@ def test_what_cannot_be_iterated_by_hand_is_told(tmp_path):
         len(combined)
     with pytest.raises(ConfigError, match="3 limits are given for 2 loaders"):
         combined.limits = [1, 2, 3]
-    with pytest.raises(DataError, match="list, one of its loaders, gives nothing"):
+    with pytest.raises(DataError, match="list, one of its loaders, returns no batch"):
         list(lumen.CombinedLoader({"a": range(2), "b": []}, "max_size_cycle"))
     combined.limits = 1
-    with pytest.raises(ConfigError, match=r"limits are for a pass by hand. For a run use limit_train_batches"):
+    with pytest.raises(
+        ConfigError, match=r"limits apply to iteration in user code only. For a run use limit_train_batches"
+    ):
         bare_trainer(tmp_path, max_epochs=1).fit(Structures(), combined)
 
 
