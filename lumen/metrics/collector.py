@@ -131,8 +131,9 @@ class StageMetrics:
             value = entry.metric._forward_cache  # type: ignore[assignment]  # the value of this batch
             if not isinstance(value, torch.Tensor):
                 raise ConfigError(
-                    f"self.log({name!r}, ..., on_step=True): the {type(entry.metric).__name__} has no number for this "
-                    "batch (update() keeps none). Call it as metric(preds, target); log parts of a dictionary apart."
+                    f"self.log({name!r}, ..., on_step=True): the {type(entry.metric).__name__} has no number for "
+                    "this batch (update() keeps none). Call metric(preds, target) instead of update(), and log the "
+                    "entries of a dictionary separately."
                 )
         number = as_number(name, value)
         if options.on_step:
@@ -168,14 +169,14 @@ class StageMetrics:
         other = self._updated_metrics.get((id(metric), name.removesuffix(options.suffix)))
         if other is not None:
             raise ConfigError(
-                f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
-                "one metric gives the value of neither; make one metric for each loader."
+                f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. A metric that two "
+                "loaders update gives the value of neither. Create one metric for each loader."
             )
         for published in options.list_published_names(name):
             if published in self._owners:
                 raise ConfigError(
-                    f"self.log({name!r}): {self._owners[published]!r} is logged as {published!r} already, since it has "
-                    "values of steps and of epochs. Use another name."
+                    f"self.log({name!r}): {self._owners[published]!r} is logged as {published!r} already, since it "
+                    "has values of steps and of epochs. Use a different name."
                 )
         return self._register_entry(name, _LoggedEntry(options, metric, is_tensor=isinstance(value, torch.Tensor)))
 
@@ -269,8 +270,8 @@ class StageMetrics:
             metric = self._entries[name].metric
             if metric is not None and not (isinstance(value, torch.Tensor) and value.numel() == 1):
                 raise ConfigError(
-                    f"self.log({name!r}, metric): {type(metric).__name__}.compute() gives "
-                    f"{type(value).__name__} instead of one number. Log its parts in on_..._epoch_end."
+                    f"self.log({name!r}, metric): {type(metric).__name__}.compute() gives {type(value).__name__} "
+                    "instead of one number. Log the parts of the result in on_..._epoch_end."
                 )
         return dict(zip(self.list_epoch_names(), map(float, computed.values()), strict=True))
 
@@ -293,8 +294,8 @@ class StageMetrics:
             _, kind, place = get_common_value(name, [report[:3] for report in ranks])
             if kind is not None and place is None:
                 raise ConfigError(
-                    f"self.log({name!r}): the {kind} is no part of the task, so the processes cannot find each "
-                    "other's. Make it an attribute of the task (a list of them an nn.ModuleList)."
+                    f"self.log({name!r}): the {kind} is not a part of the task, so the processes cannot match their "
+                    "objects. Make the metric an attribute of the task (several in an nn.ModuleList)."
                 )
             if name not in self._entries:
                 self._register_entry(name, _LoggedEntry(ranks[0].options, None if place is None else modules[place]))
@@ -351,8 +352,9 @@ class StageMetrics:
         for name, entry in self._entries.items():
             if entry.metric is not None and name_of(entry.metric) is None:
                 raise ConfigError(
-                    f"self.log({name!r}): the {type(entry.metric).__name__} is no part of the task, so no checkpoint "
-                    "can hold it. Make it an attribute of the task (a list of them an nn.ModuleList)."
+                    f"self.log({name!r}): the {type(entry.metric).__name__} is not a part of the task, so "
+                    "checkpoints cannot contain the metric. Make the metric an attribute of the task (several in an "
+                    "nn.ModuleList)."
                 )
         newest = read_floats(self.get_latest())
         return {

@@ -54,10 +54,10 @@ class PartialValueWarnings:
             if name not in self._warned_names and _is_doubtful(value, known):
                 self._warned_names.add(name)
                 _log.warning(
-                    "%s logs %r as a number of each process (%s): the value is their mean, whatever samples they stand "
-                    'for. Say what it is, by self.log(..., reduce_fx="sum"), "min" or "max"; "mean" if it is the same '
-                    "everywhere or the mean is right. For a value over all samples log it in the step, give its "
-                    "weight, log a torchmetrics object, or bring the parts together by self.all_gather.",
+                    "%s logs %r as one number per process (%s). Lumen writes the mean of these numbers, which "
+'ignores how many samples each represents. Set self.log(..., reduce_fx="sum"), "min" or "max"; '
+'or "mean" if the mean is right. For a value over all samples log in the step, pass weight, log '
+"a torchmetrics object, or combine the numbers by self.all_gather.",
                     value.hook, name, ", ".join(f"{each:g}" for each in value.ranks[:8]),
                 )  # fmt: skip
 
@@ -159,7 +159,7 @@ def check_name(name: Any) -> None:
             f"{type(name).__name__}. Write self.log('loss', loss)."
         )
     if name in ("step", "epoch"):
-        raise ConfigError(f"self.log({name!r}): every logged row has its {name} already. Use another name.")
+        raise ConfigError(f"self.log({name!r}): every logged row already has a column {name}. Use a different name.")
     check_column(name, f"self.log({name!r})")
 
 
@@ -194,8 +194,8 @@ def as_weight(name: str, weight: Any, batch_size: Any) -> float:
     """
     if weight is not None and batch_size is not None:
         raise ConfigError(
-            f"self.log({name!r}, weight={weight!r}, batch_size={batch_size!r}): both say how much the value counts. "
-            "Give one of them."
+            f"self.log({name!r}, weight={weight!r}, batch_size={batch_size!r}): both arguments set the weight of the "
+            "value. Pass one of the two."
         )
     option, given = ("batch_size", batch_size) if weight is None else ("weight", weight)
     try:
@@ -204,8 +204,8 @@ def as_weight(name: str, weight: Any, batch_size: Any) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise ConfigError(
-            f"self.log({name!r}): expected a finite {option} >= 0, found {given!r}. It says for how many samples "
-            "(tokens, boxes) the value stands; what counts nothing has 0."
+            f"self.log({name!r}): expected a finite {option} >= 0, found {given!r}. The {option} is the number of "
+            "samples (tokens, boxes) that the value represents; 0 ignores the value."
         )
     return number
 
@@ -218,7 +218,9 @@ def as_metric(name: str, value: Any) -> Metric | None:
     """
     if isinstance(value, (torch.Tensor, Real)):
         if isinstance(value, torch.Tensor) and value.is_complex():
-            raise ConfigError(f"self.log({name!r}): expected a real number, found {value.dtype}. Log its parts.")
+            raise ConfigError(
+                f"self.log({name!r}): expected a real number, found {value.dtype}. Log the real and imaginary parts."
+            )
         return None
     from torchmetrics import Metric
 
@@ -244,13 +246,13 @@ def as_number(name: str, value: Any) -> float | torch.Tensor:
             raise ConfigError(f"self.log({name!r}): the number is too large for a float. Log its logarithm.") from None
     if value.numel() != 1:
         raise ConfigError(
-            f"self.log({name!r}): expected one number, found a tensor of shape {tuple(value.shape)}. Log its mean, or "
-            "another number made of it."
+            f"self.log({name!r}): expected one number, found a tensor of shape {tuple(value.shape)}. Log the mean of "
+            "the tensor, or a different single number."
         )
     if hasattr(value, "full_tensor"):
         raise ConfigError(
-            f"self.log({name!r}): a part of this number lies on every process, since it was computed from parameters "
-            "or gradients that are cut up. Log value.full_tensor(), computed by every process."
+            f"self.log({name!r}): this number is a sharded tensor, because it was computed from sharded parameters "
+            "or gradients. Log value.full_tensor(), and call full_tensor() on every process."
         )
     if value.device.type in ("cpu", "mps"):  # MPS has no float64 for sums.
         return value.item()
@@ -260,13 +262,12 @@ def as_number(name: str, value: Any) -> float | torch.Tensor:
 
 def _make_value_error(name: str, value: Any) -> ConfigError:
     if isinstance(value, str):
-        advice = " A text goes to the loggers: logger.log_text."
+        advice = " For text call logger.log_text."
     elif hasattr(value, "items"):
-        advice = " What has several values goes to self.log_dict."
+        advice = " For several values call self.log_dict."
     else:
         advice = ""
     return ConfigError(
-        f"self.log({name!r}): cannot log an object of type {type(value).__name__} here. "
-        "Log a number, a tensor of one element or a torchmetrics.Metric, always the same of them under one name."
-        + advice
+        f"self.log({name!r}): cannot log an object of type {type(value).__name__} here. Log a number, a tensor of "
+        "one element or a torchmetrics.Metric, always of the same type under one name." + advice
     )

@@ -270,8 +270,8 @@ def get_common_value(name: str, ranks: Sequence[T]) -> T:
     for other in ranks:
         if other != ranks[0]:
             raise ConfigError(
-                f"self.log({name!r}) was called with {ranks[0]} on one rank and with {other} on another. "
-                "Log one name always with the same options, or use two names."
+                f"self.log({name!r}) was called with {ranks[0]} on one rank and with {other} on a different rank. Log "
+                "one name always with the same options, or use two names."
             )
     return ranks[0]
 

@@ -116,7 +116,7 @@ def log_a_metric_that_is_no_part_of_the_task(folder):
         stray.update(batch)
         task.log("x", stray)
 
-    with pytest.raises(ConfigError, match="MeanMetric is no part of the task"):
+    with pytest.raises(ConfigError, match="MeanMetric is not a part of the task"):
         evaluate(folder, Logs(in_validation=step), 4)
 
 
@@ -247,7 +247,7 @@ def test_rank_value_logged_as_global_warns_once(group, tmp_path):
     for found in group(2).run(log_of_own_samples, tmp_path):
         for name, (_, messages) in found.items():
             (message,) = messages  # of a sanity check and two validations
-            assert message.startswith("on_validation_epoch_end logs 'x' as a number of each process"), name
+            assert message.startswith("on_validation_epoch_end logs 'x' as one number per process"), name
             assert 'reduce_fx="sum"' in message
             assert "all_gather" in message
         assert found["count"][0] == {"x": 5.0}  # as before; who reads the warning gets 10 below
@@ -282,8 +282,8 @@ def test_rank_value_logged_as_global_warns_in_stages(group, tmp_path):
     """In training and in a test."""
     for messages in group(2).run(log_of_own_samples_in_other_stages, tmp_path):
         training, test = messages
-        assert training.startswith("on_train_epoch_end logs 'of_training' as a number of each process (5, 5)")
-        assert test.startswith("on_test_epoch_end logs 'of_test' as a number of each process (1, 0.666667)")
+        assert training.startswith("on_train_epoch_end logs 'of_training' as one number per process (5, 5)")
+        assert test.startswith("on_test_epoch_end logs 'of_test' as one number per process (1, 0.666667)")
 
 
 def log_with_a_word(folder):

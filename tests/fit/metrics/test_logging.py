@@ -213,8 +213,8 @@ def test_log_dict_takes_a_dictionary_alone(tmp_path, values):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("text", "type str here.*A text goes to the loggers: logger.log_text"),
-        ({"a": 1.0}, "type dict here.*What has several values goes to self.log_dict"),
+        ("text", "type str here.*For text call logger.log_text"),
+        ({"a": 1.0}, "type dict here.*For several values call self.log_dict"),
         (MetricCollection([MeanSquaredError()]), "type MetricCollection here.*goes to self.log_dict"),
         (10**400, "the number is too large for a float"),
         (torch.ones(2), r"a tensor of shape \(2,\)\. Log its mean"),
@@ -280,7 +280,7 @@ def test_names_with_formulas_or_controls_are_refused(tmp_path, name, by_logger):
         else:
             task.log(name, 1.0)
 
-    with pytest.raises(ConfigError, match="no control characters and does not begin with"):
+    with pytest.raises(ConfigError, match="must not contain control characters or begin with"):
         quiet_trainer(tmp_path, max_steps=1, logger=[lumen.CSVLogger()], enable_checkpointing=False).fit(
             Logs(log), loader(8, 8)
         )
@@ -288,7 +288,7 @@ def test_names_with_formulas_or_controls_are_refused(tmp_path, name, by_logger):
 
 @pytest.mark.parametrize("name", ["step", "epoch"])
 def test_the_names_of_a_rows_place_are_taken(tmp_path, name):
-    with pytest.raises(ConfigError, match=f"every logged row has its {name} already"):
+    with pytest.raises(ConfigError, match=f"every logged row already has a column {name}"):
         fit(tmp_path, Logs(lambda task, batch: task.log(name, 1.0)), loader(8, 8))
 
 
@@ -552,7 +552,7 @@ def test_metric_without_a_step_value_raises(tmp_path):
         metric.update(task(batch[0]), batch[1])
         task.log("error", metric, on_step=True)
 
-    with pytest.raises(ConfigError, match=r"self.log\('error', .*Call it as metric\(preds, target\)"):
+    with pytest.raises(ConfigError, match=r"self.log\('error', .*Call metric\(preds, target\)"):
         fit(tmp_path, Logs(log), loader(8, 8))
 
 
