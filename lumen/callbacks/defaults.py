@@ -41,7 +41,9 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
         )
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if savers and not checkpointing:
-        raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
+        raise ConfigError(
+            "enable_checkpointing is False, but callbacks contain a ModelCheckpoint. Remove one of the two."
+        )
     for kind, wanted in defaults.items():
         if wanted and not any(isinstance(callback, kind) for callback in callbacks):
             callbacks.append(kind())
@@ -65,12 +67,12 @@ def as_callback_list(where: str, given: Any) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             is_kind = inspect.isclass(callback) and issubclass(callback, Callback)
-            advice = f" Make one: {callback.__name__}(...)." if is_kind else ""
+            advice = f" Create an object: {callback.__name__}(...)." if is_kind else ""
             raise ConfigError(f"{where}: {describe_type(callback)} is not a lumen.Callback.{advice}")
         if sum(each is callback for each in callbacks) > 1:
             raise ConfigError(
-                f"{where}: one {type(callback).__name__} is there twice, so that its hooks would be called twice. "
-                "Leave one out, or make two."
+                f"{where}: the same {type(callback).__name__} object appears twice, so its hooks would run twice. "
+                "Remove one, or create two objects."
             )
     return callbacks
 

@@ -66,7 +66,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = True,
     ) -> None:
         if min_delta < 0 or patience < 0:
-            raise ConfigError("EarlyStopping: min_delta and patience must be >= 0.")
+            raise ConfigError(f"EarlyStopping: min_delta and patience must be >= 0, found {min_delta} and {patience}.")
         self.monitor, self.mode, self.min_delta, self.patience = monitor, mode, min_delta, patience
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold

@@ -148,8 +148,9 @@ class BaseFinetuning(Callback, ABC):
         found = [each for each in cls.filter_params(modules, train_bn, requires_grad) if id(each) not in held]
         if not found:
             raise ConfigError(
-                f"{cls.__name__}: the optimizer has all parameters of what is unfrozen already. Give it in "
-                "configure_optimizers those that are trained: [p for p in self.parameters() if p.requires_grad]."
+                f"{cls.__name__}: the optimizer already has all parameters of the modules to unfreeze. In "
+                "configure_optimizers, pass only trained parameters: [p for p in self.parameters() if "
+                "p.requires_grad]."
             )
         return found
 
@@ -176,7 +177,7 @@ class BackboneFinetuning(BaseFinetuning):
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
-        "initial_denom_lr": "Leave it out: backbone_initial_ratio_lr says how large the first rate is.",
+        "initial_denom_lr": "Leave it out: backbone_initial_ratio_lr sets the first rate.",
     }
 
     @check_arguments
@@ -212,8 +213,8 @@ class BackboneFinetuning(BaseFinetuning):
         backbone = getattr(task, "backbone", None)
         if not isinstance(backbone, nn.Module):
             raise ConfigError(
-                f"BackboneFinetuning: {type(task).__name__} has no module called backbone, made in its __init__. Call "
-                "it so, or derive from BaseFinetuning."
+                f"BackboneFinetuning: {type(task).__name__} has no module named backbone after its __init__. Name "
+                "the module backbone, or derive from BaseFinetuning."
             )
         self.freeze(backbone, self.train_bn)
 
@@ -222,9 +223,9 @@ class BackboneFinetuning(BaseFinetuning):
         optimizer, *others = trainer.optimizers
         if others or isinstance(optimizer, MultiOptimizer):
             raise ConfigError(
-                "BackboneFinetuning: configure_optimizers returned several optimizers, and the backbone is moved by "
-                "one. Return a single optimizer; or, with automatic_optimization = False, derive from BaseFinetuning, "
-                "whose finetune_function is called for each of them."
+                "BackboneFinetuning: configure_optimizers returned several optimizers, but the backbone needs a "
+                "single optimizer. Return a single optimizer; or, with automatic_optimization = False, derive from "
+                "BaseFinetuning, whose finetune_function Lumen calls for each optimizer."
             )
         if not any(group.get("name") == "backbone" for group in optimizer.param_groups):
             self._find_untrained_parameters(task.backbone, optimizer, train_bn=self.train_bn, requires_grad=False)
@@ -248,7 +249,7 @@ class BackboneFinetuning(BaseFinetuning):
             group["lr"] = self._rate
         if self.verbose:
             _log.info(
-                "epoch %d: the learning rate is %s, that of the backbone %s",
+                "epoch %d: learning rate %s, learning rate of the backbone %s",
                 epoch, round(first_rate, self.rounding), round(self._rate, self.rounding),
             )  # fmt: skip
 

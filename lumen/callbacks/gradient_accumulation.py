@@ -49,16 +49,16 @@ def apply_accumulation_schedule(plan: Plan, callbacks: Iterable[Callback], repla
     if any(isinstance(each, GradientAccumulationScheduler) for each in replaced):
         plan = replace(plan, accumulate={0: 1})
     if len(schedules) > 1:
-        raise ConfigError("callbacks: there are two GradientAccumulationSchedulers. Leave one out.")
+        raise ConfigError("callbacks: there are two GradientAccumulationSchedulers. Remove one of the two.")
     accumulate = parse_accumulation(_NAME, schedules[0])
     if plan.global_batch_size is not None:
         raise ConfigError(
-            f"global_batch_size: {plan.global_batch_size} and GradientAccumulationScheduler({schedules[0]}) both say "
-            "how large a step is. Leave one out."
+            f"global_batch_size: {plan.global_batch_size} and GradientAccumulationScheduler({schedules[0]}) both set "
+            "the size of a step. Remove one of the two."
         )
     if plan.accumulate not in ({0: 1}, accumulate):
         raise ConfigError(
             f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)} and "
-            f"GradientAccumulationScheduler({schedules[0]}) both say how large a step is. Leave one out."
+            f"GradientAccumulationScheduler({schedules[0]}) both set the size of a step. Remove one of the two."
         )
     return replace(plan, accumulate=accumulate)

@@ -30,7 +30,7 @@ class LambdaCallback(Callback):
                 nearest = difflib.get_close_matches(name, HOOKS, n=1)
                 raise ConfigError(
                     f"LambdaCallback: there is no hook {name}.{f' Did you mean {nearest[0]}?' if nearest else ''} "
-                    "help(lumen.Callback) draws them all; a state in checkpoints needs a subclass of it."
+                    "help(lumen.Callback) shows all hooks. For a state in checkpoints, subclass lumen.Callback."
                 )
             if not callable(function):
                 raise ConfigError(f"LambdaCallback: {name} must be a function, found {function!r}.")

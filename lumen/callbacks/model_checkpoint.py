@@ -113,12 +113,17 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         verbose: bool = False,
     ) -> None:
         if save_last and keep_last == 0:
-            raise ConfigError(f"ModelCheckpoint: save_last={save_last!r} and keep_last=0 contradict each other.")
+            raise ConfigError(
+                f"ModelCheckpoint: save_last={save_last!r} and keep_last=0 contradict each other. Remove one of the "
+                "two."
+            )
         check_at_least(0, "ModelCheckpoint", every_n_train_steps=every_n_train_steps, every_n_epochs=every_n_epochs)
         check_at_least(1, "ModelCheckpoint", keep_every_n_steps=keep_every_n_steps)
         check_at_least(-1, "ModelCheckpoint", keep_last=keep_last, save_top_k=save_top_k)
         if monitor is None and save_top_k > 1:
-            raise ConfigError(f"ModelCheckpoint: save_top_k={save_top_k} needs a monitor that says which are best.")
+            raise ConfigError(
+                f"ModelCheckpoint: save_top_k={save_top_k} needs a monitor to rank checkpoints. Set monitor."
+            )
         has_interval = (every_n_train_steps, every_n_epochs, train_time_interval) != (None, None, None)
         self.monitor, self.mode = monitor, mode
         self.every_n_train_steps = every_n_train_steps or 0
@@ -202,8 +207,8 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         newest, lost = trainer.processes.run_on_rank_zero(self._scan_folder)
         if not (newest is None or trainer.run.saves.keeps_directory or (resumed and resumed.path == newest)):
             raise ConfigError(
-                f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
-                'Choose another dirpath, or go on from them with Trainer(resume="auto").'
+                f"ModelCheckpoint: {self.dirpath} contains checkpoints of a different run. Choose a different "
+                'dirpath, or resume from these checkpoints with Trainer(resume="auto").'
             )
         if self.given_dirpath is not None:  # The run directory was cleaned when the run locked it.
             trainer.processes.run_on_rank_zero(partial(clean_leftovers, self.given_dirpath))

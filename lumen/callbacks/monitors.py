@@ -63,7 +63,7 @@ def find_peak_flop_per_s(device_name: str, dtype: torch.dtype, *, tf32: bool) ->
 
 
 _COUNTED_OPERATORS = (
-    "Samples are those the loader drew, units the weights that the task returns or that batch_weight gives."
+    "Lumen counts the samples of the loader, and as units the weights from training_step or batch_weight."
 )
 
 
@@ -122,8 +122,8 @@ class ThroughputMonitor(_SystemMonitor):
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "batch_size_fn": _COUNTED_OPERATORS,
         "length_fn": _COUNTED_OPERATORS,
-        "window_size": "window_s is the time to average over.",
-        "available_flops": "The device's peak is known or left out.",
+        "window_size": "Use window_s, the time to average over.",
+        "available_flops": "Leave it out: Lumen knows the peaks of common devices, and omits mfu for other devices.",
     }
 
     @check_arguments
@@ -146,7 +146,7 @@ class ThroughputMonitor(_SystemMonitor):
         self._should_count = self.measure_flops and trainer.is_global_zero
         if self._should_count and any(map(is_compiled, task.modules())):
             self._should_count = False
-            _log.warning("operations are not counted: to count them a compiled model would have to run uncompiled.")
+            _log.warning("ignoring measure_flops: Lumen cannot count the operations of a compiled model")
 
     def on_validation_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Stop the clock."""
@@ -202,7 +202,7 @@ def _find_run_peak_flop_per_s(trainer: CallbackTrainer) -> float | None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     peak = find_peak_flop_per_s(name, dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
     if peak is None:
-        _log.info("the peak of %s in %s is not known, so there is no mfu", name, str(dtype).removeprefix("torch."))
+        _log.info("not logging mfu: the peak of %s in %s is unknown", name, str(dtype).removeprefix("torch."))
     return peak
 
 

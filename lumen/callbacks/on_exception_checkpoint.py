@@ -42,7 +42,9 @@ class OnExceptionCheckpoint(Callback):
             checkpoints.
     """
 
-    INSTEAD: ClassVar[Mapping[str, str]] = {"filename": "It is named by its step: step-N, or exception-step-N."}
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "filename": "Lumen names the checkpoint by its step: step-N, or exception-step-N."
+    }
     NEUTRAL: ClassVar[Mapping[str, tuple[str, ...]]] = {"filename": ("on_exception",)}
 
     @check_arguments
@@ -78,13 +80,13 @@ class OnExceptionCheckpoint(Callback):
         counted = (now.epoch, now.batches) != (self._boundary.epoch, self._boundary.batches)
         reason = None
         if trainer.world_size > 1:
-            reason = "the other processes are somewhere else"
+            reason = "the other processes are at a different place of the run"
         elif isinstance(exception, NonFiniteLoss):
             reason = "the loss is not finite"
         elif self._is_updating and not counted:
-            reason = "the exception struck inside optimizer.step, so the parameters may be half updated"
+            reason = "the exception was raised inside optimizer.step, so the parameters may be half updated"
             if not task.automatic_optimization:
-                reason = "the exception struck in a step in which an optimizer had moved, so it may be half done"
+                reason = "the exception was raised in a step after an optimizer's update, so the step may be incomplete"
         if reason is not None:
             _log.warning("no checkpoint is saved on this exception: %s", reason)
             return
@@ -119,7 +121,7 @@ class OnExceptionCheckpoint(Callback):
                 saver.save(trainer, at_once=True)
             else:
                 trainer.save_checkpoint(path)
-        _log.info("%s holds what was learned before this exception", path)
+        _log.info("saved %s, which contains the progress before this exception", path)
 
 
 def _get_counters(progress: Progress) -> tuple[Any, ...]:

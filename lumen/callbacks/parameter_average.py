@@ -53,8 +53,8 @@ class ParameterAverage(Callback, ABC):
     def _get_average_to_save(self) -> dict[str, torch.Tensor]:
         if self._is_swapped:
             raise ConfigError(
-                f"save_checkpoint: a validation runs, in which {type(self).__name__} puts its average in the place of "
-                "the parameters. Save in on_train_epoch_end or on_step_checkpoint, which follow the validation."
+                f"save_checkpoint: during a validation {type(self).__name__} replaces the parameters by their "
+                "average. Save in on_train_epoch_end or on_step_checkpoint, after the validation."
             )
         return self._average
 
@@ -65,8 +65,8 @@ class ParameterAverage(Callback, ABC):
         averages = [type(each).__name__ for each in trainer.callbacks if isinstance(each, ParameterAverage)]
         if len(averages) > 1:
             raise ConfigError(
-                f"callbacks: {' and '.join(averages)} each put an average in the place of the parameters, and "
-                "validations and checkpoints have room for one. Keep one of them."
+                f"callbacks: {' and '.join(averages)} both average the parameters, but a run supports one average. "
+                "Remove one of the callbacks."
             )
         self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
 
@@ -105,8 +105,8 @@ class ParameterAverage(Callback, ABC):
         if differing := self._places.keys() ^ self._average.keys():
             raise ConfigError(
                 f"{type(self).__name__}: the model and the average have different tensors: "
-                f"{', '.join(sorted(differing)[:8])}. Resume with the model and the use_buffers it was saved with; add "
-                "layers in configure_model, before the average begins."
+                f"{', '.join(sorted(differing)[:8])}. Resume with the model and the use_buffers of the original run. "
+                "Add layers in configure_model, before the average begins."
             )
         for name, tensor in self._iterate_tensors():
             exact = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
@@ -149,7 +149,7 @@ class ParameterAverage(Callback, ABC):
         """Copy the average into the task, if there is one."""
         if not self._updates:
             _log.warning(
-                "%s: the run ended before its average began, so the task keeps its parameters", type(self).__name__
+                "%s: the run ended before the average began, so the task keeps its parameters", type(self).__name__
             )
         if not self._average:
             return
@@ -189,9 +189,9 @@ class EMA(ParameterAverage):
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
-        "device": "Leave it out: the average lies where the parameters do, under FSDP in shards.",
-        "avg_fn": "Leave it out: decay and warmup say how; another average is a callback of your own.",
-        "multi_avg_fn": "Leave it out: decay and warmup say how; another average is a callback of your own.",
+        "device": "Leave it out: the average is on the devices of the parameters, sharded under FSDP.",
+        "avg_fn": "Leave it out: decay and warmup define the average. For a different average write a callback.",
+        "multi_avg_fn": "Leave it out: decay and warmup define the average. For a different average write a callback.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[None, ...]]] = {
         "device": (None,), "avg_fn": (None,), "multi_avg_fn": (None,),
@@ -274,8 +274,8 @@ class SWA(ParameterAverage):
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
-        "device": "Leave it out: the mean lies where the parameters do, under FSDP in shards.",
-        "avg_fn": "Leave it out: SWA is the mean; lumen.EMA is one with a decay.",
+        "device": "Leave it out: the mean is on the devices of the parameters, sharded under FSDP.",
+        "avg_fn": "Leave it out: SWA is the plain mean. For a decay use lumen.EMA.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[str | None, ...]]] = {"device": (None, "cpu"), "avg_fn": (None,)}
 
@@ -313,8 +313,8 @@ class SWA(ParameterAverage):
         if isinstance(start, float) and start < 1:
             if trainer.max_epochs is None or trainer.max_epochs < 0:
                 raise ConfigError(
-                    f"SWA: swa_epoch_start={start:g} is a share of max_epochs, which this run does not have. Name the "
-                    "epoch."
+                    f"SWA: swa_epoch_start={start:g} is a share of max_epochs, which this run does not have. Set "
+                    "swa_epoch_start to an epoch."
                 )
             start = trainer.max_epochs * start
         self._first = int(start)  # the first averaged epoch
@@ -335,7 +335,10 @@ class SWA(ParameterAverage):
         """Return the final rate of each group."""
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * groups
         if len(rates) != groups:
-            raise ConfigError(f"SWA: swa_lrs has {len(rates)} rates, and there are {groups} parameter groups.")
+            raise ConfigError(
+                f"SWA: swa_lrs has {len(rates)} rates, but there are {groups} parameter groups. Give one rate for "
+                "each group."
+            )
         return rates
 
     def on_train_epoch_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:

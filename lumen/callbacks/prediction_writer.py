@@ -204,8 +204,8 @@ class PredictionWriter(BasePredictionWriter):
         self._writes = trainer.processes.all_gather(data_rank).index(data_rank) == trainer.global_rank
         if found:
             raise ConfigError(
-                f"PredictionWriter: {self.directory} holds predictions already, such as {found[0].name}. Move them "
-                "away, or give another directory."
+                f"PredictionWriter: {self.directory} already contains predictions, such as {found[0].name}. Move the "
+                "old predictions, or set a different directory."
             )
 
     def write_on_batch_end(
@@ -224,8 +224,8 @@ class PredictionWriter(BasePredictionWriter):
         named = _name_tensors(move_batch(prediction, torch.device("cpu")))
         if taken := named.keys() & ({"index", "dataloader"} if self.format == "jsonl" else {"index"}):
             raise DataError(
-                f"PredictionWriter: predict_step returned a tensor named {min(taken)!r}, which is the name of the "
-                f"writer's own {min(taken)} in {self.format} files. Return it under another name."
+                f"PredictionWriter: predict_step returned a tensor named {min(taken)!r}, but {self.format} files "
+                f"already have a {min(taken)}. Rename the tensor."
             )
         if self.format == "safetensors":
             self._write_tensors(named, batch_indices, f"predictions-{dataloader_idx}-{batch_idx:08d}.safetensors")
@@ -264,8 +264,8 @@ def _name_tensors(prediction: Any) -> dict[str, torch.Tensor]:
     found = {str(key): value for key, value in items.items()} if isinstance(items, Mapping) else {}
     if not found or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise DataError(
-            f"PredictionWriter: predict_step returned a {type(prediction).__name__}. Return a tensor, or a dictionary "
-            "or list of tensors; write anything else by a BasePredictionWriter of your own."
+            f"PredictionWriter: predict_step returned a {type(prediction).__name__}. Return a tensor, or a "
+            "dictionary or list of tensors; for other results write a subclass of BasePredictionWriter."
         )
     return found
 
@@ -274,9 +274,9 @@ def _check_rows(format: str, named: Mapping[str, torch.Tensor], indices: list[in
     samples = {len(tensor) if tensor.dim() else -1 for tensor in named.values()}
     if len(samples) != 1 or -1 in samples or (indices is not None and samples != {len(indices)}):
         raise DataError(
-            f"PredictionWriter: {format} has a line for each sample, but the tensors have "
-            f"{', '.join(str(tuple(tensor.shape)) for tensor in named.values())} elements. Let their first dimension "
-            "be the samples, or use format: safetensors."
+            f"PredictionWriter: {format} has a line for each sample, but the shapes of the tensors are "
+            f"{', '.join(str(tuple(tensor.shape)) for tensor in named.values())}. Return tensors with the samples "
+            "along dimension 0, or use format: safetensors."
         )
 
 

@@ -53,10 +53,10 @@ class ProgressBar(Callback):
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
-        "refresh_rate": "refresh_per_second counts in time, not in batches.",
-        "console_kwargs": "It writes to stderr, in a notebook to its output.",
+        "refresh_rate": "Use refresh_per_second, which counts in time, not in batches.",
+        "console_kwargs": "The bar writes to stderr, or to the output of a notebook's cell.",
         "leave": "The last picture of training always stays.",
-        "process_position": "Whatever is printed meanwhile stays above the bar.",
+        "process_position": "Printed text stays above the bar.",
         "theme": "The bar has the terminal's own colours.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[int | None, ...]]] = {

@@ -57,7 +57,7 @@ class SpikeDetection(Callback):
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "mode": "Leave it out: a loss spikes upwards.",
         "finite_only": "Leave it out: a loss that is not finite is always an error.",
-        "exclude_batches_path": "Leave it out: the update is skipped at once, and the run need not begin again.",
+        "exclude_batches_path": "Leave it out: the update is skipped at once, so the run need not restart.",
     }
 
     @check_arguments
@@ -77,7 +77,7 @@ class SpikeDetection(Callback):
         check_at_least(1, window=window, warmup=warmup, max_in_a_row=max_in_a_row, max_rollbacks=max_rollbacks)
         check_at_least(0, before=before, after=after)
         if atol is None and rtol is None:
-            raise ConfigError("SpikeDetection: atol or rtol must say how far above the mean a spike is.")
+            raise ConfigError("SpikeDetection: set atol or rtol, the distance of a spike from the mean.")
         if min(atol or 0.0, rtol or 0.0) < 0:
             raise ConfigError(f"SpikeDetection: atol and rtol must be >= 0, found {atol} and {rtol}.")
         self.monitor, self.window, self.warmup, self.atol, self.rtol = monitor, window, warmup, atol, rtol
@@ -98,12 +98,12 @@ class SpikeDetection(Callback):
             self._reset_state()
             if not task.automatic_optimization:
                 raise ConfigError(
-                    "SpikeDetection: a task with automatic_optimization = False makes its updates itself. Decide there "
-                    "whether to call the optimizer's step, and leave this callback out."
+                    "SpikeDetection: a task with automatic_optimization = False makes its updates itself. Decide in "
+                    "training_step whether to call the optimizer's step, and remove this callback."
                 )
             if self.action == "rollback" and not (trainer.enable_checkpointing or trainer.fast_dev_run):
                 raise ConfigError(
-                    "SpikeDetection(action='rollback') goes back to a checkpoint, and this run saves none. Leave out "
+                    "SpikeDetection(action='rollback') needs checkpoints, but this run saves none. Remove "
                     "enable_checkpointing=False, or use action='skip'."
                 )
 
@@ -138,24 +138,24 @@ class SpikeDetection(Callback):
         if self._in_a_row > self.max_in_a_row:
             raise TrainingError(
                 f"SpikeDetection: {self._in_a_row} updates in a row after step {trainer.global_step} are spikes: "
-                f"{description}. Training does not come back by itself: lower the learning rate, go on from an earlier "
-                "checkpoint, or make atol, rtol or max_in_a_row larger."
+                f"{description}. Training does not recover. Lower the learning rate, resume from an earlier "
+                "checkpoint, or increase atol, rtol or max_in_a_row."
             )
         self._should_stop = self.action == "stop"
         _log.warning(
-            "spike: %s: the update after step %d is %s",
-            description, trainer.global_step, "not made, and the run stops" if self._should_stop else "skipped",
+            "spike: %s: skipping the update after step %d%s",
+            description, trainer.global_step, ", and ending the run" if self._should_stop else "",
         )  # fmt: skip
         trainer.skip_update()
 
     def _roll_back(self, trainer: CallbackTrainer, description: str) -> None:
         if len(trainer.progress.left_out) == self.max_rollbacks:
             raise TrainingError(
-                f"SpikeDetection: the run went back {self.max_rollbacks} times already, and after step "
-                f"{trainer.global_step} there is one more spike: {description}. Lower the learning rate, leave out "
-                "more steps (before, after), or make atol, rtol or max_rollbacks larger."
+                f"SpikeDetection: the run was rolled back {self.max_rollbacks} times, and there is a further spike "
+                f"after step {trainer.global_step}: {description}. Lower the learning rate, exclude more steps "
+                "(before, after), or increase atol, rtol or max_rollbacks."
             )
-        _log.warning("spike: %s: the update after step %d is not made", description, trainer.global_step)
+        _log.warning("spike: %s: rolling back, without the update after step %d", description, trainer.global_step)
         trainer.roll_back(self.before, self.after)
 
     def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:

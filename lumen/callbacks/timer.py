@@ -118,7 +118,7 @@ class Timer(Callback):
         may_stop = self.interval == "step" or not progress.in_epoch
         if not (may_stop and self._is_time_used_up()) or trainer.should_stop:
             return False
-        _log.info("Timer: the %g s of training are used up (%.1f s)", self._duration_s, self._trained_s)
+        _log.info("Timer: time limit of %g s of training reached (%.1f s)", self._duration_s, self._trained_s)
         trainer.should_stop = self._has_stopped = True
         return True
 
@@ -136,5 +136,5 @@ def _get_evaluation_stage(trainer: CallbackTrainer) -> str:
 
 def _check_stage(stage: str) -> str:
     if stage not in _STAGES:
-        raise ConfigError(f"Timer: expected a stage out of {', '.join(_STAGES)}, found {stage!r}.")
+        raise ConfigError(f"Timer: expected one of {', '.join(_STAGES)}, found {stage!r}.")
     return stage

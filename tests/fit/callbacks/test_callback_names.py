@@ -156,7 +156,9 @@ def test_other_callbacks_accept_neutral_lightning_arguments(tmp_path):
     assert lumen.Timer(verbose=False).time_remaining("train") is None
     assert lumen.LearningRateMonitor(logging_interval=None).logging_interval == "step"
     lumen.OnExceptionCheckpoint(tmp_path, filename="on_exception")
-    with pytest.raises(ConfigError, match=r"OnExceptionCheckpoint has no argument filename. It is named by its step"):
+    with pytest.raises(
+        ConfigError, match=r"OnExceptionCheckpoint has no argument filename. Lumen names the checkpoint by its step"
+    ):
         lumen.OnExceptionCheckpoint(tmp_path, filename="crash")
 
 

@@ -403,10 +403,10 @@ def test_lr_monitor_rejects_momentum_the_optimizer_lacks(tmp_path):
         (lambda: lumen.Timer("soon"), "expected a duration"),
         (lambda: lumen.Timer(interval="minute"), "expected 'step' or 'epoch', found 'minute'"),
         (lambda: lumen.LambdaCallback(on_train_epoch_over=print), "Did you mean on_train_epoch_"),
-        (lambda: lumen.LambdaCallback(state_dict=print), "a state in checkpoints needs a subclass"),
+        (lambda: lumen.LambdaCallback(state_dict=print), "For a state in checkpoints, subclass"),
         (lambda: lumen.LambdaCallback(on_fit_end=3), "on_fit_end must be a function, found 3"),
         (lambda: lumen.ThroughputMonitor(window_s=-1), "window_s must be at least 0"),
-        (lambda: lumen.ThroughputMonitor(batch_size_fn=len), "Samples are those the loader drew"),
+        (lambda: lumen.ThroughputMonitor(batch_size_fn=len), "Lumen counts the samples of the loader"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(build, message):

@@ -228,7 +228,7 @@ def one_twice():
     [
         (lambda: 3, "Bringing.configure_callbacks: int is not a lumen.Callback."),
         (lambda: [None, "timer"], "Bringing.configure_callbacks: str is not a lumen.Callback."),
-        (lambda: Counting, r"the class Counting is not a lumen.Callback. Make one: Counting\(...\)."),
+        (lambda: Counting, r"the class Counting is not a lumen.Callback. Create an object: Counting\(\.\.\.\)\."),
         (lambda: [[Counting()]], "list is not a lumen.Callback."),
         (one_twice, "Bringing.configure_callbacks: one Counting is there twice"),
     ],
@@ -261,7 +261,8 @@ class Unfit(Regression):
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [(Property, "is a property"), (Generator, "Write it without `yield`"), (Unfit, "called with")]
+    ("kind", "message"),
+    [(Property, "is a property"), (Generator, "Write the method without `yield`"), (Unfit, "called with")],
 )
 def test_uncallable_configure_callbacks_raises_one_error(tmp_path, kind, message):
     with pytest.raises(ConfigError, match=message):
@@ -273,7 +274,7 @@ def test_their_hooks_are_checked_as_those_of_others(tmp_path):
         def on_init_end(self, trainer):
             pass
 
-    with pytest.raises(ConfigError, match="Old defines what Lumen does not call of a callback"):
+    with pytest.raises(ConfigError, match="Old defines methods that Lumen does not call for a callback"):
         bare_trainer(tmp_path, max_steps=1).fit(task_of(Old), loader())
 
 

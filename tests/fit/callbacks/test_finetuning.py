@@ -144,10 +144,10 @@ class Without(Backbone):
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (Everything, "has all parameters of what is unfrozen already. Give it in configure_optimizers those"),
-        (Several, "returned several optimizers, and the backbone is moved by one"),
-        (Joined, "returned several optimizers, and the backbone is moved by one"),
-        (Without, "Without has no module called backbone"),
+        (Everything, "already has all parameters of the modules to unfreeze. In configure_optimizers"),
+        (Several, "returned several optimizers, but the backbone needs a single"),
+        (Joined, "returned several optimizers, but the backbone needs a single"),
+        (Without, "Without has no module named backbone"),
     ],
 )
 def test_what_cannot_be_finetuned_says_why(tmp_path, task, said):
@@ -211,7 +211,7 @@ def test_a_callback_serves_one_fit_after_the_other(tmp_path):
 def test_the_rates_are_logged_if_asked_for(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lumen"):
         finetune(tmp_path, lumen.BackboneFinetuning(EPOCHS - 1, verbose=True, rounding=4), log_level="INFO")
-    assert f"epoch {EPOCHS - 1}: the learning rate is 0.01, that of the backbone 0.001" in caplog.text
+    assert f"epoch {EPOCHS - 1}: learning rate 0.01, learning rate of the backbone 0.001" in caplog.text
 
 
 def test_evaluation_freezes_nothing(tmp_path):

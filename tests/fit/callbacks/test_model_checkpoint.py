@@ -202,7 +202,7 @@ def test_run_resumes_from_external_checkpoint_directory(tmp_path):
         return [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")]
 
     fit_scripted(tmp_path, [1, 2], elsewhere())
-    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+    with pytest.raises(ConfigError, match="contains checkpoints of a different run"):
         fit_scripted(tmp_path, [1, 2, 3], elsewhere())
     trainer = fit_scripted(tmp_path, [1, 2, 3], elsewhere(), resume="auto")
     assert trainer.global_step == 6

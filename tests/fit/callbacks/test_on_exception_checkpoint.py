@@ -271,7 +271,7 @@ def test_failure_inside_update_saves_nothing_and_warns(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "lumen"):
         fails(tmp_path, FailsInUpdate(), log_level="WARNING")
     assert names(tmp_path) == ["step-00000005"]
-    assert "no checkpoint is saved on this exception: the exception struck inside optimizer.step" in caplog.text
+    assert "no checkpoint is saved on this exception: the exception was raised inside optimizer.step" in caplog.text
 
 
 def test_a_loss_that_is_not_finite_saves_nothing(tmp_path):

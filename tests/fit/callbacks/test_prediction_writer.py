@@ -170,7 +170,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(DataError, match="a line for each sample"):
         predict(tmp_path, lumen.PredictionWriter(tmp_path / "means", "jsonl"), task=Mean())
     predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"))
-    with pytest.raises(ConfigError, match="holds predictions already, such as predictions-0-00000000"):
+    with pytest.raises(ConfigError, match="already contains predictions, such as predictions-0-00000000"):
         predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"))
     with pytest.raises(ConfigError, match="format"):
         lumen.PredictionWriter(tmp_path / "out", "csv")
@@ -184,7 +184,7 @@ def test_predictions_cannot_take_names_of_the_writer(tmp_path, form, name):
         def predict_step(self, batch):
             return {name: batch[0], "x": batch[0]}
 
-    with pytest.raises(DataError, match=f"a tensor named '{name}', .*Return it under another name"):
+    with pytest.raises(DataError, match=f"a tensor named '{name}', .*Rename the tensor"):
         predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", form), task=Named())
     assert not [*(tmp_path / "out").iterdir()]
 

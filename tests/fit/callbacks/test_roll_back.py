@@ -68,7 +68,9 @@ def test_rolls_back_at_each_spike_up_to_limit(tmp_path):
     _, without = fit(tmp_path / "without", data(kept=[0, 1, 2, 8, 9, 10, 11, 17, 18, 19]))
     assert trainer.progress.left_out == [[3, 8], [12, 17]]
     assert torch.equal(weights(task), weights(without))
-    with pytest.raises(TrainingError, match=r"went back 1 times already, and after step 10 there is one more .*before"):
+    with pytest.raises(
+        TrainingError, match=r"rolled back 1 times, and there is a further spike after step 10 .*before"
+    ):
         fit(tmp_path / "once", data(6, 15), detection(max_rollbacks=1), often())
 
 
@@ -205,7 +207,7 @@ def test_spike_without_earlier_checkpoint_ends_the_run(tmp_path, spike, options,
 
 def test_roll_back_requires_saved_checkpoints(tmp_path):
     """A fast_dev_run, which saves none, skips the update."""
-    with pytest.raises(ConfigError, match="goes back to a checkpoint, and this run saves none"):
+    with pytest.raises(ConfigError, match="needs checkpoints, but this run saves none"):
         fit(tmp_path, data(), detection(), enable_checkpointing=False)
     trainer, _ = fit(tmp_path, data(5), detection(), fast_dev_run=8)
     assert trainer.global_step == 7

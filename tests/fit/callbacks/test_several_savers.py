@@ -151,9 +151,9 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path):
     fit(tmp_path, places(tmp_path, PLAIN, BEST))
     before = contents(tmp_path)
     for number, resume in enumerate((None, tmp_path / "b/step-00000004")):
-        with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+        with pytest.raises(ConfigError, match="contains checkpoints of a different run"):
             fit(tmp_path / str(number), places(tmp_path, PLAIN, BEST), resume=resume)
-    with pytest.raises(ConfigError, match="b holds the checkpoints of another run"):  # newer ones than that
+    with pytest.raises(ConfigError, match="b contains checkpoints of a different run"):  # newer ones than that
         fit(tmp_path / "2", [lumen.ModelCheckpoint(dirpath=tmp_path / "b")], resume=tmp_path / "b/step-00000004")
     assert contents(tmp_path) == before
 

@@ -152,7 +152,7 @@ def test_skip_update_is_allowed_only_before_an_update(tmp_path, hook):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"atol": None, "rtol": None}, "atol or rtol must say"),
+        ({"atol": None, "rtol": None}, "set atol or rtol"),
         ({"rtol": -1.0}, "must be >= 0"),
         ({"window": 0}, "window"),
         ({"monitor": "val_loss"}, "monitor"),

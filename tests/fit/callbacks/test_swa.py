@@ -72,7 +72,7 @@ def test_runs_without_a_mean_keep_their_parameters(tmp_path, caplog):
     kept = Kept()
     end, _ = average(tmp_path, lumen.SWA(0.02, START), kept, steps=12, log_level="WARNING")
     assert_equal(end, {name: each.numpy() for name, each in kept.states[-1].items()}, 0.0)
-    assert "SWA: the run ended before its average began, so the task keeps its parameters" in caplog.text
+    assert "SWA: the run ended before the average began, so the task keeps its parameters" in caplog.text
 
 
 @pytest.mark.parametrize("steps", [26, 33])
@@ -97,7 +97,7 @@ def test_an_unfinished_epoch_is_not_in_the_mean(tmp_path, steps):
         ({"annealing_epochs": -1}, "annealing_epochs"),
         ({"annealing_strategy": "step"}, "annealing_strategy"),
         ({"avg_fn": max}, "SWA is the mean"),
-        ({"swa_lrs": [0.1, 0.1]}, "swa_lrs has 2 rates, and there are 1 parameter groups"),
+        ({"swa_lrs": [0.1, 0.1]}, "swa_lrs has 2 rates, but there are 1 parameter groups"),
     ],
 )
 def test_what_it_cannot_be_is_refused(tmp_path, options, said):
