@@ -426,4 +426,6 @@ def test_an_overridden_state_dict_is_named(tmp_path, caplog):
             return {"only": torch.zeros(1)}
 
     quiet_trainer(tmp_path, max_steps=1, log_level="WARNING").fit(Part(), loader())
-    assert caplog.text.count("Part.state_dict is not called: checkpoints have all parameters and buffers.") == 1
+    assert (
+        caplog.text.count("Lumen does not call Part.state_dict: checkpoints contain all parameters and buffers.") == 1
+    )
