@@ -579,7 +579,7 @@ POSITIONAL_BOOLEANS = {
         "Trainer.test", "Trainer.validate", "WandbLogger.__init__", "WandbLogger.watch", "isolate_rng",
         "seed_everything",
     },
-    "torch's signature": {"ManualOptimizer.zero_grad", "SavedModes.keep_choices.noticed", "Teacher.train"},
+    "torch's signature": {"ManualOptimizer.zero_grad", "SavedModes.keep_choices.recorded_train", "Teacher.train"},
     "pickle gives arguments by position": {"_unpickle_request"},
     "Python gives a property its value by position": {"RunView.should_stop"},
 }  # fmt: skip

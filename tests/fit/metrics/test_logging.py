@@ -181,7 +181,7 @@ def test_invalid_log_name_raises_with_a_fix(tmp_path, name, found, loaders):
         ({"batch_size": -1}, r"self\.log\('x'\): expected a finite batch_size >= 0, found -1\."),
         ({"batch_size": "8"}, r"self\.log\('x'\): expected a finite batch_size >= 0, found '8'\."),
         ({"weight": 10**400}, r"self\.log\('x'\): expected a finite weight >= 0, found 1000"),
-        ({"weight": 1, "batch_size": 8}, r"self\.log\('x', weight=1, batch_size=8\): both say.*Give one of them"),
+        ({"weight": 1, "batch_size": 8}, r"self\.log\('x', weight=1, batch_size=8\): both arguments set.*Pass one"),
         ({"rank_zero_only": True}, r"self\.log has no argument rank_zero_only\. Leave it out: any rank may log"),
         ({"sync_dist_group": None}, r"self\.log has no argument sync_dist_group\. Leave it out"),
         ({"enable_graph": True}, r"self\.log has no argument enable_graph\. Leave it out"),

@@ -224,9 +224,14 @@ def yielding(self, trainer, task):
             "task",
             "on_train_start",
             waiting,
-            r"waiting\(\): calling this method would not run its code .* without `async`",
+            r"waiting\(\): calling this method would not run its code.* without `async`",
         ),
-        ("callback", "on_train_start", yielding, r"yielding\(trainer, task\): nothing would run .* without `yield`"),
+        (
+            "callback",
+            "on_train_start",
+            yielding,
+            r"yielding\(trainer, task\): calling this method would not run .* without `yield`",
+        ),
         ("task", "configure_model", lambda self, hparams: 0, r"\(hparams\): Lumen calls this method with \(\)"),
         (
             "data module",
@@ -256,9 +261,14 @@ def yielding(self, trainer, task):
             lambda self, e, b, o, optimizer_idx, closure, on_tpu: 0,
             r"\(epoch, batch_idx, optim",
         ),
-        ("task", "training_step", lambda self, b, batch_idx, optimizer_idx: 0, "optimizer_idx is not given. A step is"),
-        ("task", "training_step", lambda self, b, batch_idx, optimizer_idx=0: 0, "optimizer_idx is not given"),
-        ("task", "validation_step", lambda self, b, *, hiddens=None: 0, "hiddens is not given. Split the sequence"),
+        (
+            "task",
+            "training_step",
+            lambda self, b, batch_idx, optimizer_idx: 0,
+            "does not pass optimizer_idx. Lumen calls a step",
+        ),
+        ("task", "training_step", lambda self, b, batch_idx, optimizer_idx=0: 0, "does not pass optimizer_idx"),
+        ("task", "validation_step", lambda self, b, *, hiddens=None: 0, "does not pass hiddens. Split the sequence"),
     ],
 )
 def test_unsupported_signature_raises_before_training(tmp_path, kind, name, method, message):
@@ -401,7 +411,7 @@ def test_misspelled_hook_warns_with_a_suggestion(tmp_path, caplog, base, name, m
     found = describe_misspelt_hooks(task, data, callbacks)
     assert found == ([] if meant is None else [f"Lumen does not call Defining.{name}. Did you mean {meant}?"])
     if isinstance(owner, (Task, lumen.Callback)):
-        assert [record.message for record in caplog.records if "is not called" in record.message] == found
+        assert [record.message for record in caplog.records if "does not call" in record.message] == found
 
 
 HELPERS = (
