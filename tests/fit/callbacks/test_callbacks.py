@@ -397,7 +397,10 @@ def test_lr_monitor_rejects_momentum_the_optimizer_lacks(tmp_path):
         (lambda: lumen.EarlyStopping("x", mode="down"), "mode: expected 'min' or 'max', found 'down'"),
         (lambda: lumen.EarlyStopping("x", patience=-1), "must be >= 0"),
         (lambda: lumen.EarlyStopping("x", pacience=2), "no argument pacience. Did you mean patience"),
-        (lambda: lumen.ProgressBar(refresh_rate=20), "no argument refresh_rate. refresh_per_second counts in time"),
+        (
+            lambda: lumen.ProgressBar(refresh_rate=20),
+            "no argument refresh_rate. Use refresh_per_second, which counts in time",
+        ),
         (lambda: lumen.ModelSummary(mode="full"), r"no argument mode. See help\(lumen.ModelSummary\)"),
         (lambda: lumen.LearningRateMonitor("batch"), "expected 'step' or 'epoch', found 'batch'"),
         (lambda: lumen.Timer("soon"), "expected a duration"),

@@ -146,7 +146,7 @@ def test_accumulation_scheduler_of_task_replaces_that_of_trainer(tmp_path):
     assert sizes() == [3]
     assert sizes(lumen.GradientAccumulationScheduler({0: 6})) == [3]
     assert sizes(twice=True) == [3, 2]
-    with pytest.raises(ConfigError, match="both say how large a step is"):
+    with pytest.raises(ConfigError, match="both set the size of a step"):
         bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=6).fit(
             task_of(lambda: lumen.GradientAccumulationScheduler({0: 2})), loader()
         )
@@ -230,7 +230,7 @@ def one_twice():
         (lambda: [None, "timer"], "Bringing.configure_callbacks: str is not a lumen.Callback."),
         (lambda: Counting, r"the class Counting is not a lumen.Callback. Create an object: Counting\(\.\.\.\)\."),
         (lambda: [[Counting()]], "list is not a lumen.Callback."),
-        (one_twice, "Bringing.configure_callbacks: one Counting is there twice"),
+        (one_twice, "Bringing.configure_callbacks: the same Counting object appears twice"),
     ],
 )
 def test_invalid_configured_callbacks_raise_one_error(tmp_path, brings, message):
@@ -262,7 +262,7 @@ class Unfit(Regression):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Property, "is a property"), (Generator, "Write the method without `yield`"), (Unfit, "called with")],
+    [(Property, "is a property"), (Generator, "Write the method without `yield`"), (Unfit, "calls this method with")],
 )
 def test_uncallable_configure_callbacks_raises_one_error(tmp_path, kind, message):
     with pytest.raises(ConfigError, match=message):

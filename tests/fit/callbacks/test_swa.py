@@ -96,7 +96,7 @@ def test_an_unfinished_epoch_is_not_in_the_mean(tmp_path, steps):
         ({"swa_epoch_start": -1}, "swa_epoch_start"),
         ({"annealing_epochs": -1}, "annealing_epochs"),
         ({"annealing_strategy": "step"}, "annealing_strategy"),
-        ({"avg_fn": max}, "SWA is the mean"),
+        ({"avg_fn": max}, "SWA is the plain mean"),
         ({"swa_lrs": [0.1, 0.1]}, "swa_lrs has 2 rates, but there are 1 parameter groups"),
     ],
 )

@@ -247,8 +247,8 @@ def test_duration_with_leading_zero_is_accepted():
     [
         (["--trainer.logger=CSVLoger"], "found 'CSVLoger'. Did you mean CSVLogger or"),
         (["--trainer.logger.class_path=EarlyStopping"], "trainer.logger (the command line): lumen has no class Early"),
-        (["--trainer.logger.class_path=lumen.EarlyStopping"], "lumen.EarlyStopping is no Logger."),
-        (["--model.noise.class_path=torch.nn.ReLU"], "torch.nn.ReLU is no Noise."),
+        (["--trainer.logger.class_path=lumen.EarlyStopping"], "lumen.EarlyStopping is not a subclass of Logger."),
+        (["--model.noise.class_path=torch.nn.ReLU"], "torch.nn.ReLU is not a subclass of Noise."),
         (["--model.noise.scale=loud"], "model.noise.scale (the command line): expected float, found 'loud'."),
         (["--model.encoder=torch.nn.ReLUU"], "torch.nn has no class ReLUU. Did you mean ReLU"),
         (["--trainer.max_steps={class_path: torch.nn.ReLU}"], "trainer.max_steps (the command line): expected int"),

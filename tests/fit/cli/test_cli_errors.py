@@ -146,7 +146,7 @@ def test_wrong_value_names_its_last_source(refused):
             ["fit", "line.yaml"],
             "'line.yaml' has no key. Write a setting as --key value, a config file as --config FILE.",
         ),
-        (["fit", "--config", "line.yaml", "--model.widths", "1", "2"], "'2' stands alone"),
+        (["fit", "--config", "line.yaml", "--model.widths", "1", "2"], "'2' has no key"),
         (["fit"], "no model is configured. Give --config FILE, or --model module.Class."),
         (["fti"], "lumen has no command fti. Did you mean fit?"),
         (["dance"], "lumen has no command dance. lumen --help lists all commands."),
@@ -193,8 +193,8 @@ def test_a_file_that_is_no_config_is_named(refused, config, message):
         (["--model", "tests.helpers.cli_task.Line"], "there is no module tests.helpers.cli_task. Did you mean cli_tasks"),
         (["--model", "nowhere.Line"], "model (the command line): cannot import nowhere.Line: there is no module nowhere."),
         (["--model", "Qqqqqq"], "model (the command line): lumen has no class Qqqqqq. Write class_path: module.Class."),
-        (["--model", "tests.helpers.cli_tasks.Points"], "model (the command line): tests.helpers.cli_tasks.Points is no TaskModule."),
-        (["--data", "tests.helpers.cli_tasks.Line"], "data (the command line): tests.helpers.cli_tasks.Line is no DataModule."),
+        (["--model", "tests.helpers.cli_tasks.Points"], "model (the command line): tests.helpers.cli_tasks.Points is not a subclass of TaskModule."),
+        (["--data", "tests.helpers.cli_tasks.Line"], "data (the command line): tests.helpers.cli_tasks.Line is not a subclass of DataModule."),
         (["--trainer.callbacks.early", "EarlyStoping"], "trainer.callbacks.early (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping"),
         (["--model.encoder", "{class_path: Rely}"], "model.encoder (the command line): lumen has no class Rely. Did you mean ReLU"),
         (["--model.encoder", "{class_path: ELU}"], "model.encoder (the command line): several classes are called ELU: torch."),
@@ -366,7 +366,7 @@ def test_missing_argument_names_both_ways_to_set_it(refused):
     [
         (["validate", "--output", "values.csv"], "--output values.csv: validate writes .json files."),
         (["predict", "--output", "text.txt"], "--output text.txt: predict writes .jsonl or .safetensors files."),
-        (["predict", "--output", "no/text.jsonl"], "--output no/text.jsonl: there is no directory no."),
+        (["predict", "--output", "no/text.jsonl"], "--output no/text.jsonl: the directory no does not exist."),
         (["fit", "--output", "values.json"], "output (the command line): lumen has no option output."),
     ],
 )

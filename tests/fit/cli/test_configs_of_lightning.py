@@ -239,8 +239,8 @@ def test_a_config_of_callbacks_loggers_and_names(capsys):
         "trainer.callbacks.3": "lumen.ModelSummary",
     }
     for key, ours in lightnings.items():
-        assert said.pop(key).endswith(f" is Lightning's. Write {ours}."), key
-    assert said.pop("trainer.logger.2").endswith("is Lightning's. Lumen has no CometishLogger.")
+        assert said.pop(key).endswith(f" is a class of Lightning. Write {ours}."), key
+    assert said.pop("trainer.logger.2").endswith("is a class of Lightning. Lumen has no CometishLogger.")
     assert "find_unused_parameters: true" in said.pop("trainer.strategy")
     assert "'16-mixedd'" in said.pop("trainer.precision")
     assert "found 1.5" in said.pop("trainer.limit_val_batches")
@@ -286,7 +286,7 @@ def test_a_config_of_an_old_version(capsys):
 @pytest.mark.slow
 def test_a_config_with_every_argument_of_its_callbacks(capsys):
     said = problems(PRINTED, capsys)
-    lightnings = {key: text for key, text in said.items() if " is Lightning's. Write lumen." in text}
+    lightnings = {key: text for key, text in said.items() if " is a class of Lightning. Write lumen." in text}
     assert len(lightnings) == 9
     others = {key: text for key, text in said.items() if key not in lightnings}
     callbacks = "trainer.callbacks"
