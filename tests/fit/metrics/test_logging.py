@@ -217,7 +217,7 @@ def test_log_dict_takes_a_dictionary_alone(tmp_path, values):
         ({"a": 1.0}, "type dict here.*For several values call self.log_dict"),
         (MetricCollection([MeanSquaredError()]), "type MetricCollection here.*goes to self.log_dict"),
         (10**400, "the number is too large for a float"),
-        (torch.ones(2), r"a tensor of shape \(2,\)\. Log its mean"),
+        (torch.ones(2), r"a tensor of shape \(2,\)\. Log the mean"),
         ([1.0], "an object of type list"),
         (None, "an object of type NoneType"),
         (1j, "an object of type complex"),
