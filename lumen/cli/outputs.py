@@ -65,7 +65,7 @@ def check_output(command: str, path: Path) -> None:
     if path.suffix not in _SUFFIXES[command]:
         raise ConfigError(f"--output {path}: {command} writes {' or '.join(_SUFFIXES[command])} files.")
     if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: the directory {path.parent} does not exist. Create this directory.")
+        raise ConfigError(f"--output {path}: there is no directory {path.parent}. Create the directory.")
 
 
 def show_metrics(metrics: list[dict[str, float]], loaders: Loaders, title: str) -> None:

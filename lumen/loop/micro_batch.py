@@ -23,7 +23,7 @@ from lumen.internals.tensors import get_direct_buffers
 from lumen.metrics.torchmetrics_states import copy_metric_states, restore_metrics
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
-from lumen.task.steps import read_output, make_no_gradient_error
+from lumen.task.steps import make_no_gradient_error, read_output
 
 
 def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:

@@ -306,7 +306,9 @@ def _make_argument_pickers(task: TaskModule, several: dict[str, bool]) -> dict[s
     """
     steps = {step: getattr(task, step) for step in ("training_step", "validation_step", "test_step", "predict_step")}
     return {
-        step: make_argument_picker(each, several=several.get(step, False)) for step, each in steps.items() if each is not None
+        step: make_argument_picker(each, several=several.get(step, False))
+        for step, each in steps.items()
+        if each is not None
     }
 
 

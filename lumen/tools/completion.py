@@ -101,7 +101,7 @@ def _add_choices(action: Action, file_marker: Any) -> None:
 
 def _iterate_values(key: str, hint: Any) -> Iterator[str]:
     """Yield the values that an option accepts: fixed words, and built-in classes of its type."""
-    from lumen.cli.classes import list_bases, iterate_hints
+    from lumen.cli.classes import iterate_hints, list_bases
     from lumen.precision import PRECISIONS
     from lumen.strategies.factory import ACCELERATORS, STRATEGIES
 

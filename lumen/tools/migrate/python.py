@@ -11,7 +11,7 @@ import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
 from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNING_PACKAGES, NOT_IN_CLI
 from lumen.task.hooks import HOOKS, NOT_CALLED
-from lumen.task.steps import NOT_GIVEN
+from lumen.task.steps import REMOVED_ARGUMENTS
 from lumen.tools.migrate.arguments import METHODS, CallEditor
 from lumen.tools.migrate.names import ImportEditor, find_new_name, find_replacement, get_short_name, is_module
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
@@ -79,8 +79,8 @@ class MethodEditor:
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         if method.name in _STEPS and kind == "task":
             for name in names:
-                if name in NOT_GIVEN:
-                    self._note(method, f"Lumen does not pass {name}. {NOT_GIVEN[name]}")
+                if name in REMOVED_ARGUMENTS:
+                    self._note(method, f"Lumen does not pass {name}. {REMOVED_ARGUMENTS[name]}")
             return
         if method.name == "optimizer_step" and not _REMOVED_ARGUMENTS.isdisjoint(names):
             self._note(method, _OPTIMIZER_STEP_NOTE)

@@ -366,7 +366,7 @@ def test_missing_argument_names_both_ways_to_set_it(refused):
     [
         (["validate", "--output", "values.csv"], "--output values.csv: validate writes .json files."),
         (["predict", "--output", "text.txt"], "--output text.txt: predict writes .jsonl or .safetensors files."),
-        (["predict", "--output", "no/text.jsonl"], "--output no/text.jsonl: the directory no does not exist."),
+        (["predict", "--output", "no/text.jsonl"], "--output no/text.jsonl: there is no directory no."),
         (["fit", "--output", "values.json"], "output (the command line): lumen has no option output."),
     ],
 )
