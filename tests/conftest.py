@@ -1,4 +1,4 @@
-"""Every test has a time limit; the one that exceeds it is named and shows where every thread stands."""
+"""Time limit of each test: a test that exceeds it is named, with the stacks of all threads."""
 
 import faulthandler
 import gc
@@ -14,16 +14,16 @@ from tests.helpers.report import report  # noqa: F401 (a fixture)
 from tests.helpers.runs import listed, shown  # noqa: F401 (fixtures)
 from tests.helpers.working_directory import config_directory, program_directory  # noqa: F401 (fixtures)
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share two cores with their processes
 
 DEFAULT_LIMIT_S = 120
-collect_ignore = ["projects"]  # written for Lightning: `system/test_migrate.py` runs their tests, on copies
+collect_ignore = ["projects"]  # projects for Lightning: `system/test_migrate.py` runs their tests on copies
 _STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
-    config.stash[_STDERR] = os.dup(sys.stderr.fileno())  # the real one, before pytest captures it for the tests
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background, which the jobs of tests would inherit
+    config.stash[_STDERR] = os.dup(sys.stderr.fileno())  # the real stderr, before pytest captures it for the tests
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # ignored in a background job, which children inherit
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
@@ -46,7 +46,7 @@ def pytest_runtest_setup(item):
 def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("time_limit")
     limit_s = marker.args[0] if marker else DEFAULT_LIMIT_S
-    os.environ["LUMEN_TEST"] = f"{item.nodeid} (limit {limit_s} s)"  # shown by ps, for a test that hangs in a child
+    os.environ["LUMEN_TEST"] = f"{item.nodeid} (limit {limit_s} s)"  # `ps` shows this name if a test hangs in a child
     faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_STDERR])
     try:
         return (yield)
@@ -56,7 +56,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(autouse=True)
 def _no_process_group_stays():
-    """A test that opened one in this process leaves none to the next."""
+    """Close the process group that a test left open in this process."""
     yield
     processes = sys.modules.get("lumen.distributed.processes")
     if processes is not None and processes._groups is not None:
@@ -66,7 +66,7 @@ def _no_process_group_stays():
 
 @pytest.fixture(autouse=True)
 def _no_chosen_seed_stays():
-    """A test that called `seed_everything` leaves no seed to the runs of the next."""
+    """Clear the seed that a test left by `seed_everything`."""
     yield
     if random := sys.modules.get("lumen.random"):
         random._chosen_seed = None

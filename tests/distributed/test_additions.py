@@ -1,4 +1,4 @@
-"""What callbacks and the task add to a checkpoint by `on_save_checkpoint` comes back by `on_load_checkpoint`."""
+"""Additions of callbacks and the task to a checkpoint: `on_load_checkpoint` gets what `on_save_checkpoint` added."""
 
 import shutil
 

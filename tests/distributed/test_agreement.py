@@ -1,4 +1,4 @@
-"""Ranks that no longer agree end the run at the next logged step; one that holds up the others is named."""
+"""Consistency guard: ranks that differ end the run at the next logged step, and a slow rank is named."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ STEP = 12  # the logged step before it is 10, the next one 15
 
 
 class Writing(Regression):
-    """At one step rank 1 alone writes something."""
+    """Task that writes to a tensor on rank 1 at one step."""
 
     def __init__(self, what, at=STEP):
         super().__init__()
@@ -41,7 +41,7 @@ class Writing(Regression):
 
 
 def fit(folder, what, strategy, steps=30, **options):
-    """The error of a fit, if there is one, and the steps that it made."""
+    """Return the error of a fit, or None, and the number of steps."""
     options = {"log_every_n_steps": 5, "max_steps": steps} | options
     trainer = bare_trainer(folder, strategy=getattr(lumen, strategy)(), **options)
     try:
@@ -60,8 +60,8 @@ def on_both(group, *args, **options):
 def test_unequal_parameters_are_named_at_next_logged_step(group, tmp_path):
     error, steps = on_both(group, tmp_path, "parameters", "DDP")
     assert "after step 15: net.3.bias differs between rank 0 and rank 1" in error
-    assert "on_before_zero_grad" in error  # what to do
-    assert steps == 17  # it is told a step later, and read one more step later, so that nobody waits
+    assert "on_before_zero_grad" in error  # advice to the user
+    assert steps == 17  # the flag is sent one step later and read after one more step, so that no rank waits
 
 
 def test_unequal_gradients_are_detected_by_norm(group, tmp_path):
@@ -103,7 +103,7 @@ def test_agreeing_ranks_and_fsdp_shards_raise_nothing(group, tmp_path, what, str
 
 
 class Samples(TensorDataset):
-    """Of which one rank waits for each."""
+    """Samples of which one rank waits for each."""
 
     def __init__(self, seconds, samples=4800):
         super().__init__(*regression_data(samples))
@@ -115,7 +115,7 @@ class Samples(TensorDataset):
 
 
 class Busy(Regression):
-    """Takes some time for a step, and more until a moment."""
+    """Task whose steps take time, and more time until a given moment."""
 
     def __init__(self, more_s, until_s):
         super().__init__()
@@ -130,14 +130,14 @@ class Busy(Regression):
 
 
 class BusyWeighing(Busy):
-    """Its ranks wait for each other before the forward too."""
+    """Busy task whose ranks also wait for each other before the forward."""
 
     def batch_weight(self, batch):
         return 1.0
 
 
 def warnings_of(folder, make, slow, own_s=0.0, data_s=0.0, until_s=1e9, seconds=8):
-    """What ranks say in a run of some seconds, of which one takes longer for its data, or for its forward."""
+    """Return the warnings of all ranks in a run where one rank is slow to load data or to run its forward."""
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
@@ -156,7 +156,7 @@ def warnings_of(folder, make, slow, own_s=0.0, data_s=0.0, until_s=1e9, seconds=
 @pytest.mark.parametrize(("make", "slow", "seconds"), [(Busy, 0, 12), (BusyWeighing, 1, 8)])
 def test_slow_rank_is_named_once_with_the_cause(group, tmp_path, make, slow, seconds):
     (line,), others = group(2).run(warnings_of, tmp_path, make, slow, 0.02, 0.06, 1e9, seconds)
-    assert others == []  # the first rank tells it
+    assert others == []  # rank 0 logs the warning
     assert line.startswith(f"rank {slow} (host {socket.gethostname()}) is slow, and the other ranks wait for it: 0.")
     own_s, usual_s, data_s = map(float, re.findall(r"(\S+) s\b", line))
     assert 0.06 <= data_s < own_s > 2 * usual_s

@@ -1,4 +1,4 @@
-"""What any strategy has written any other one reads, bit by bit, on any number of processes: each only its part."""
+"""Checkpoints of any strategy and number of processes: others read them bitwise, each rank only its part."""
 
 import re
 import warnings
@@ -33,20 +33,20 @@ STRATEGIES = {
     "hybrid-4": (4, lambda: lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2)),
 }
 SHARDED = ("fsdp-2", "fsdp-4", "hybrid-4")
-OF_PROCESSES = ("ranks", "loggers", "sharded", "settings")  # in state.json: what depends on who writes
+OF_PROCESSES = ("ranks", "loggers", "sharded", "settings")  # keys of state.json that depend on the writer
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)  # neither 2 nor 4 processes share that evenly
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)  # neither 2 nor 4 processes divide this number
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Everything(lumen.TaskModule):
-    """Whatever a model may hold: tied, frozen, uneven; buffers of 16 bits, without dimensions, without elements."""
+    """Model with every kind of tensor: tied, frozen and uneven parameters; 16-bit, scalar and empty buffers."""
 
     def __init__(self, width=5):
         super().__init__()
@@ -88,13 +88,14 @@ class Everything(lumen.TaskModule):
 
 
 class Averages(lumen.Callback):
-    """An average of the parameters by their names, their newest values below them, and one of them gathered.
+    """Averages of the parameters by name, with nested newest values, and one gathered average.
 
-    Those in a list do not say whose they are; sizes lie under the parameters' names, but are not made like them.
+    The tensors in a list have no parameter name. The sizes are under the parameters' names, but are not tensors of
+    their kind.
     """
 
     def __init__(self):
-        of_a_layer = [torch.zeros(1, 7), torch.zeros(1)]  # they have the shapes of `last` by chance
+        of_a_layer = [torch.zeros(1, 7), torch.zeros(1)]  # their shapes equal the shapes of `last` by chance
         self.state = {"average": {}, "newest": {}, "listed": [], "gathered": {}, "sizes": {}, "chance": of_a_layer}
 
     def on_step_end(self, trainer, task):
@@ -115,7 +116,7 @@ class Averages(lumen.Callback):
 
 
 class SaveAtOnce(lumen.Callback):
-    """Saves what was loaded, and looks at how it lies."""
+    """Callback that saves the loaded state and records how the tensors are sharded."""
 
     def __init__(self, path):
         self.path = path
@@ -132,13 +133,13 @@ class SaveAtOnce(lumen.Callback):
 
 
 def kinds_of(tensors):
-    """Whether tensors are cut up; all of them must be, or none."""
+    """Return True if the tensors are sharded; all of them must be, or none."""
     (kind,) = {isinstance(each, DTensor) for each in iterate_tensors(tensors)}
     return kind
 
 
 def train(folder, strategy, callbacks, **options):
-    """Two savers of their own beside the callbacks; micro-batches overflow in fp16 now and then, so its scale moves."""
+    """Train with two savers besides the callbacks; overflows of micro-batches in fp16 change the loss scale."""
     savers = [
         lumen.ModelCheckpoint(every_n_train_steps=2, at_end=False, keep_last=1),
         lumen.ModelCheckpoint(monitor="loss_epoch", dirpath=folder / "best", at_end=False),
@@ -152,12 +153,12 @@ def train(folder, strategy, callbacks, **options):
 
 
 def write(root, name):
-    """Save in the second epoch, when both savers have done something."""
+    """Save in the second epoch, after both savers have acted."""
     train(root / f"run-{name}", name, [Saving(5, root / name)], max_steps=5)
 
 
 def read(root, written, name):
-    """Load a checkpoint, save what was loaded, and go on for a step. How it lay here is told."""
+    """Load a checkpoint, save the loaded state, and train one more step. Return how the tensors were sharded."""
     copied = SaveAtOnce(root / f"{written}-as-{name}")
     trainer = train(root / f"{written}-as-{name}-run", name, [copied], resume=root / written, max_steps=6)
     assert trainer.global_step == 6
@@ -170,7 +171,7 @@ def read(root, written, name):
 
 
 def write_all(root, names):
-    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")  # a first step that fp16 has skipped
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")  # fp16 has skipped a first step
     for name in names:
         write(root, name)
 
@@ -181,7 +182,7 @@ def read_all(root, pairs):
 
 
 def on_all(group, function, root, jobs, world_of):
-    """Run jobs, each in a group of its number of processes. What rank 0 answers to each."""
+    """Run each job in a group of its number of processes. Return the results of rank 0."""
     answers = {}
     for world in (1, 2, 4):
         mine = [job for job in jobs if world_of(job) == world]
@@ -193,7 +194,7 @@ def on_all(group, function, root, jobs, world_of):
 
 
 def contents(path):
-    """Every tensor, and every part of the state that does not depend on who writes."""
+    """Return every tensor, and every part of the state that does not depend on the writer."""
     checkpoint = Checkpoint.open(path)
     tensors = tensors_of(path, "model", "optimizer", "extra")
     tensors = {key: each for key, each in tensors.items() if not key[1].startswith("ranks")}
@@ -242,7 +243,7 @@ def test_any_strategy_reads_any(group, tmp_path):
 
 
 class Averaging(lumen.Callback):
-    """Torch's own average of a module, which is of tensors that are cut up where the module is."""
+    """Torch's own average of a module, whose tensors are sharded like the module's."""
 
     averaged, saved = None, None
 
@@ -263,7 +264,7 @@ class Averaging(lumen.Callback):
 
 
 def average(folder, strategy, resume, max_steps, save):
-    """What an average begins and ends with."""
+    """Return the values of an average at its beginning and at its end."""
     averaging = Averaging()
     options = {"strategy": strategy, "resume": resume, "max_steps": max_steps}
     bare_trainer(folder, callbacks=[averaging, Saving(max_steps, save)], **options).fit(Everything(), loader())
@@ -274,16 +275,16 @@ def test_an_averaged_model_goes_on_where_it_was(group, tmp_path):
     _, ended = group(2).run(average, tmp_path, "fsdp", None, 3, tmp_path / "step-3")[0]
     begun, ended_by_two = group(2).run(average, tmp_path, "fsdp", tmp_path / "step-3", 4, tmp_path / "step-4")[0]
     assert begun == ended != ended_by_two
-    assert ended[0] == 3  # how many were averaged
+    assert ended[0] == 3  # the number of averaged models
     begun, _ = average(tmp_path, "single", tmp_path / "step-4", 5, tmp_path / "step-5")
     assert begun == ended_by_two
 
 
-# ---------------------------------------------------------------------- how much is read and held
+# ---------------------------------------------------------------------- memory and bytes read
 
 
 class Large(lumen.TaskModule):
-    """One parameter of 32 MiB, and small ones; no buffers."""
+    """Task with one parameter of 32 MiB, small ones, and no buffers."""
 
     def __init__(self, rows=4096):
         super().__init__()
@@ -300,7 +301,7 @@ MIB, TABLE_MIB = 2**20, 32
 
 
 class Newest(lumen.Callback):
-    """The trained parameters by their names."""
+    """Callback with the trained parameters by name."""
 
     def __init__(self):
         self.values = {}
@@ -316,10 +317,10 @@ class Newest(lumen.Callback):
 
 
 class Watch(lumen.Callback):
-    """What loading takes beyond the parameters, which are there before."""
+    """Callback that measures the memory of loading beyond the parameters, which exist before."""
 
     def begin(self, *args):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
         self.held, self.read = memory_mib("VmRSS"), bytes_read()
         load_model_and_data(*args)
 
@@ -346,18 +347,18 @@ def load_large(folder, path):
 def test_ranks_read_and_hold_only_their_shard(group, tmp_path, written_by):
     save = partial(save_large, tmp_path, written_by)
     path = save() if written_by == "single" else group(2).run(save_large, tmp_path, written_by)[0]
-    group(2).run(load_large, tmp_path, path)  # whatever is imported or allocated once
+    group(2).run(load_large, tmp_path, path)  # imported or allocated once
     for held, read in group(2).run(load_large, tmp_path, path):
         print(f"{held:.1f} MiB held, {read / MIB:.1f} MiB read")
-        assert 2 * TABLE_MIB < read / MIB < 2 * TABLE_MIB + 1  # one half of the parameter, its copy and each moment
-        assert held < 1.5 * TABLE_MIB + 6  # all but the parameter; nothing for the reading itself
+        assert 2 * TABLE_MIB < read / MIB < 2 * TABLE_MIB + 1  # half of the parameter, copy and each moment
+        assert held < 1.5 * TABLE_MIB + 6  # all except the parameter; reading itself takes nothing
 
 
-# ---------------------------------------------------------------------- all ranks alike
+# ---------------------------------------------------------------------- equal behaviour of all ranks
 
 
 def open_together(path):
-    """The files that this rank has hashed to verify a checkpoint."""
+    """Return the files that this rank has hashed to verify a checkpoint."""
     processes = Processes.find()
     processes.connect(torch.device("cpu"))
     with mock.patch.object(manifest, "compute_sha256", wraps=manifest.compute_sha256) as hashing:
@@ -374,7 +375,7 @@ def test_every_byte_is_hashed_once_by_all_together(group, tmp_path):
 
 
 class Changing(lumen.Callback):
-    """Does something on rank 1 after the checkpoint was verified and before it is read."""
+    """Callback that changes something on rank 1 after the checkpoint was verified and before it is read."""
 
     def __init__(self, change):
         self.change = change
@@ -387,7 +388,7 @@ class Changing(lumen.Callback):
 
 
 class Stumbling(lumen.Callback):
-    """Cannot take its state on rank 1."""
+    """Callback that cannot load its state on rank 1."""
 
     def state_dict(self):
         return {"saved": True}
@@ -415,7 +416,7 @@ def removed_between(folder, path, file, strategy):
 @pytest.mark.parametrize("section", ["model", "optimizer"])
 def test_file_removed_before_reading_raises_on_all_ranks(group, tmp_path, section):
     path = group(2).run(save_large, tmp_path, "fsdp", 4)[0]
-    file = f"{section}/00001-00000.safetensors"  # that of the model is read by rank 1 alone
+    file = f"{section}/00001-00000.safetensors"  # only rank 1 reads the state of the model
     first, second = group(2).run(removed_between, tmp_path, path, file, "fsdp")
     assert first == second
     assert (first[0], file in first[1]) == ("CheckpointDamaged", True)
@@ -469,7 +470,7 @@ def refuse_mismatches(folder, path, strategy):
 
 
 def test_mismatches_raise_equally_on_all_ranks(group, tmp_path):
-    """Nothing is cast."""
+    """No value is cast to another dtype."""
     group(2).run(write_all, tmp_path, ["fsdp-2"])
     first, second = group(2).run(refuse_mismatches, tmp_path, tmp_path / "fsdp-2", "fsdp")
     assert first == second == refuse_mismatches(tmp_path, tmp_path / "fsdp-2", "single")

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: the same bytes, the same errors, and nothing lost at the end."""
+"""Asynchronous saves: the same bytes and errors as synchronous ones, and nothing is lost at the end."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def test_ranks_write_their_shards_from_start_of_save(group, tmp_path, strategy):
 
 
 def save_at_once_and_beside(tmp_path, strategy):
-    """Bytes of the copies that this process has made."""
+    """Return the number of bytes that this process has copied."""
     copied = []
     with pytest.MonkeyPatch.context() as patch:
         disk, take = SlowDisk(patch), Snapshot.start_copy
@@ -79,7 +79,7 @@ def test_all_ranks_save_synchronously_if_one_lacks_memory(group, tmp_path):
 
 
 def save_without_memory_on_one_rank(tmp_path, how):
-    """Whether the save was left to a thread."""
+    """Return True if a thread made the save."""
     read_text = Path.read_text
 
     def read(path, *args, **options):
@@ -111,7 +111,7 @@ def test_thread_error_on_one_rank_ends_all(group, tmp_path, strategy):
 
 
 def train_until_a_disk_is_full(tmp_path, strategy):
-    """In the thread of rank 1 only."""
+    """Fail in the thread of rank 1 only."""
     fsync = os.fsync
 
     def full(descriptor):
@@ -134,7 +134,7 @@ def test_slow_disks_leave_collectives_their_whole_limit(group, tmp_path):
 
 
 class LateAtTheEnd(lumen.Callback):
-    """A collective at the end of the fit, to which rank 1 comes a second later."""
+    """Callback with a collective at the end of the fit, which rank 1 reaches a second later."""
 
     def on_fit_end(self, trainer, task):
         if trainer.global_rank == 1:
@@ -143,7 +143,7 @@ class LateAtTheEnd(lumen.Callback):
 
 
 def train_beside_a_slow_disk(tmp_path):
-    """The disk needs longer than `timeout_s`, once by far, and the next collective waits for rank 1 for a second."""
+    """Train with a save longer than `timeout_s`, once by far, while rank 1 delays the next collective by a second."""
     fsync, slept, rests_s = os.fsync, [], iter((9.0, 4.0))
 
     def slow(descriptor):
@@ -154,7 +154,7 @@ def train_beside_a_slow_disk(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             patch.setattr(os, "fsync", slow)
-        for part in ("before", "."):  # the group of the threads stays open from one run to the next
+        for part in ("before", "."):  # the threads' process group stays open for the next run
             slept.clear()
             callbacks, strategy = [saving(), LateAtTheEnd()], lumen.DDP(timeout_s=3.0)
             fit(tmp_path / part, callbacks, max_steps=6, strategy=strategy, logger=False)
@@ -169,7 +169,7 @@ def test_non_finite_shard_raises_on_all_ranks(group, tmp_path):
 
 
 def train_until_a_part_breaks(tmp_path):
-    """The last row of a parameter, which one process holds."""
+    """Train until the last row of a parameter, which one process holds, is NaN."""
 
     def harm(trainer):
         if trainer.global_rank == 1:

@@ -1,4 +1,4 @@
-"""The mean of gradients where no wrapper makes it: of every dtype and size, and of none."""
+"""Mean of gradients without a wrapper: for every dtype and size, and for missing gradients."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from torch import nn
 
 from lumen.strategies.ddp import average_gradients
 
-SIZES = [(3,), (2, 5), (), (7 * 2**20,), (1,)]  # the fourth fills a bucket by itself
+SIZES = [(3,), (2, 5), (), (7 * 2**20,), (1,)]  # the fourth fills a bucket alone
 
 
 def gradients(rank):
-    """Whole numbers, so that sums are exact in 16 bits too; the first process has no gradient of the last one."""
+    """Return whole numbers, so that sums are exact in 16 bits too; rank 0 has no gradient of the last parameter."""
     made = [torch.full(size, float(2 * number + 4 * rank)) for number, size in enumerate(SIZES)]
     made += [each.double() for each in made[:3]]
     return [*made, None if rank == 0 else torch.full((2,), 6.0)]

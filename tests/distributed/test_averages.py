@@ -1,4 +1,4 @@
-"""Averages on several processes: written and read under any strategy, with the bits of one process."""
+"""Averages on several processes: written and read under any strategy, bitwise identical to one process."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DATA = {"samples": 20, "shuffle": False, "dtype": torch.float64}
 
 
 def train(folder, strategy):
-    """Checkpoints at each step, with averages."""
+    """Train with averages and a checkpoint at each step."""
     saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1, at_end=False)
     callbacks = [saver, lumen.EMA(decay=0.7)]
     trainer = quiet_trainer(folder, max_steps=4, global_batch_size=12, strategy=strategy, callbacks=callbacks)
@@ -21,7 +21,7 @@ def train(folder, strategy):
 
 
 def evaluate(path, strategy, average):
-    """The parameters and the validation with averages in their place."""
+    """Return the parameters, and the validation that uses the averages in their place."""
     task = Regression(dtype=torch.float64)
     trainer = bare_trainer(path, strategy=strategy)
     found = trainer.validate(task, loader(**DATA), path / "runs" / "run", average=average)

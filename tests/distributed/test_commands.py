@@ -1,4 +1,4 @@
-"""The options for two devices that examples offer train on two processes."""
+"""Options of examples for two devices: the examples train on two processes."""
 
 import contextlib
 import shlex

@@ -1,4 +1,4 @@
-"""What processes say to each other in a run, most often under DDP, counted in torch's own record of its collectives."""
+"""Collectives of a run, mostly under DDP, counted in torch's own record."""
 
 import functools
 import time
@@ -17,7 +17,7 @@ CPU = [torch.profiler.ProfilerActivity.CPU]
 
 
 class Saying(Regression):
-    """Returns its loss as it is asked to."""
+    """Task that returns its loss in the requested form."""
 
     def __init__(self, say="loss"):
         super().__init__()
@@ -36,7 +36,7 @@ class Weighing(Regression):
 
 
 class Slow(Regression):
-    """Knows how long its steps take together."""
+    """Task that knows the total time of its steps."""
 
     def on_train_start(self):
         self.begun_s = time.monotonic()
@@ -49,12 +49,12 @@ class Slow(Regression):
 
 @functools.cache
 def meet(folder):
-    """The first run of a process opens its groups, which the others find."""
+    """Run once to open the process's groups, which later runs reuse."""
     bare_trainer(folder, max_steps=1, strategy=lumen.DDP()).fit(Regression(), loader(8, 4))
 
 
 def collectives(folder, task, steps, options=None, val_dataloaders=None, **trainer):
-    """How often each kind of collective ran in a fit, and a sum of how many numbers: {"all_gather": 8, 5: 20}."""
+    """Return the count of each collective in a fit, and of sums by number of values: {"all_gather": 8, 5: 20}."""
     meet(folder)
     trainer = bare_trainer(folder, max_steps=steps, **{"strategy": lumen.DDP(**options or {})} | trainer)
     with torch.profiler.profile(activities=CPU, record_shapes=True, acc_events=True) as record:
@@ -68,12 +68,12 @@ def collectives(folder, task, steps, options=None, val_dataloaders=None, **train
 
 
 def added(folder, make, *args, **options):
-    """Sums that 10 more steps need, and how many numbers are summed: {5: 10}; beside them what logged steps tell."""
+    """Return the sums of 10 more steps by their number of values: {5: 10}, without the sums of logged steps."""
     few, many = (collectives(folder, make(*args), steps, **options) for steps in (2, 12))
     logged = 10 if options.get("log_every_n_steps") == 1 else 0
     assert many.pop("broadcast") <= few.pop("broadcast")
     assert many.pop("all_gather") <= few.pop("all_gather") + logged * AGREEMENT
-    assert many.pop(VOTE, 0) <= few.pop(VOTE, 0) + 8  # more where the machine stalls
+    assert many.pop(VOTE, 0) <= few.pop(VOTE, 0) + 8  # more if the machine stalls
     return dict(many - few)
 
 
@@ -83,7 +83,7 @@ NOBODY_LISTENS = {"log_every_n_steps": 1}
 
 @pytest.mark.parametrize("options", [*WINDOWS, NOBODY_LISTENS, {"options": {"gradient_as_bucket_view": True}}], ids=str)
 def test_collectives_per_step(group, tmp_path, options):
-    """A step sums its gradients and six numbers."""
+    """A step sums its gradients and six other numbers."""
     for sums in group(2).run(added, tmp_path, Saying, **options):
         assert sums == {PARAMETERS: 10, BESIDE: 10}
 
@@ -101,7 +101,7 @@ def test_batch_weight_costs_one_small_sum_a_step(group, tmp_path):
 
 
 def test_collectives_per_fsdp_step(group, tmp_path):
-    """All-gathers twice per unit; sums gradients per unit, norms and six numbers."""
+    """A step all-gathers each unit twice, and sums gradients per unit, norms and six numbers."""
     units, parameters = 2, 4
     for sums in group(2).run(add_fsdp_steps, tmp_path):
         assert sums.pop("all_gather") == 10 * units * 2
@@ -118,14 +118,14 @@ def add_fsdp_steps(folder):
 
 class Hooked(Saying):
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        """Might stop the run."""
+        """Do nothing; this hook might stop the run."""
 
 
 class Harmless(lumen.Callback):
     may_stop_at_steps = False
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        """Never stops the run."""
+        """Do nothing; this hook declares that it never stops the run."""
 
 
 def test_step_end_hook_adds_vote_unless_declared_harmless(group, tmp_path):
@@ -139,7 +139,7 @@ def add_hooks(folder):
 
 
 def between(fewer, more):
-    """What differs, beside looks at clocks and signals: {"all_gather": 4, 5: 1}."""
+    """Return the difference of two counts, without votes on clocks and signals: {"all_gather": 4, 5: 1}."""
     return {kind: more[kind] - fewer[kind] for kind in fewer | more if kind != VOTE and more[kind] != fewer[kind]}
 
 
@@ -172,7 +172,7 @@ class QuietEnding(Quiet):
 
 
 class Measuring(Saying):
-    """Leaves a metric to torchmetrics, which it asks for its value of each batch."""
+    """Task that leaves a metric to torchmetrics and logs its value for each batch."""
 
     def __init__(self):
         super().__init__()
@@ -209,14 +209,14 @@ def make_epochs(folder, make, logger):
 
 
 class Rows(Saying):
-    """Logs values of single batches."""
+    """Task that logs values of single batches."""
 
     def validation_step(self, batch):
         self.log("val_loss", torch.nn.functional.mse_loss(self(batch[0]), batch[1]), on_step=True)
 
 
 class MeasuringRows(Saying):
-    """The same, of a metric."""
+    """Task that logs a metric of single batches."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ def test_collectives_per_validation_are_independent_of_length(group, tmp_path, m
 
 
 def validate(folder, make, logger):
-    """One validation and three in six steps, each of one batch a rank; then of 51."""
+    """Validate once and three times in six steps with one batch a rank, then with 51 batches."""
     return [
         collectives(
             folder, make(), 6, logger=lumen.CSVLogger() if logger else False, val_dataloaders=loader(2400, 4),
@@ -250,7 +250,7 @@ def validate(folder, make, logger):
 
 def test_clocks_and_signals_are_compared_twice_per_second(group, tmp_path):
     for took_s, times in group(2).run(look_at_clocks, tmp_path):
-        assert 1 <= times <= 3 * took_s + 8  # more often at first, until it is known how long a step takes
+        assert 1 <= times <= 3 * took_s + 8  # more often at first, until the time of a step is known
 
 
 def look_at_clocks(folder):

@@ -1,4 +1,4 @@
-"""Callbacks that a task configures act on every rank, and a run with them goes on exactly."""
+"""Callbacks from `configure_callbacks`: active on every rank, and resumed exactly."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""What can be shown of CUDA without a device: in which order, where, and how often it is asked for something.
+"""Order, device and number of CUDA calls, shown without a device.
 
-What a device does with it is in `test_cuda.py`.
+`test_cuda.py` tests the effect on a device.
 """
 
 import multiprocessing
@@ -41,7 +41,7 @@ def limits(strategy):
 @pytest.mark.slow
 def test_subgroups_have_timeouts_of_default_group(group, tmp_path):
     for seen in group(4).run(timeouts_of_parts, tmp_path):
-        assert seen == [{74.0}, {63.0}]  # half a minute later than the watch
+        assert seen == [{74.0}, {63.0}]  # half a minute later than the hang watch
 
 
 def train_synced(tmp_path):
@@ -57,13 +57,13 @@ def test_rank_without_loss_is_refused_with_sync_batchnorm(group, tmp_path):
 
 
 def leave(rank, store, fails, later, answers):
-    """Open the groups, leave them as if NCCL held them, and say how they were left."""
+    """Open the groups, close them as if NCCL held them, and return how they were closed."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     how = []
     process_groups._CLOSE_TIMEOUT_S = 2.0
     process_groups.dist.get_backend = lambda group=None: "nccl" if how == ["closing"] else "gloo"
     process_groups.abort_groups = lambda: how.append("aborted")
-    torch.cuda.nccl.version = lambda: (2, 27)  # torch puts it into its messages
+    torch.cuda.nccl.version = lambda: (2, 27)  # torch includes this text in its messages
     destroy = process_groups.dist.destroy_process_group
     process_groups.dist.destroy_process_group = lambda group=None: how.append("destroyed") or destroy(group)
     processes = Processes.find()
@@ -94,7 +94,7 @@ def leave(rank, store, fails, later, answers):
     ids=["together", "an error", "one is gone"],
 )
 def test_exit_never_waits_for_nccl(tmp_path, fails, later, left):
-    """Groups are destroyed if all ranks leave together, aborted otherwise."""
+    """Lumen destroys the groups if all ranks exit together, and aborts them otherwise."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     started = [context.Process(target=leave, args=(rank, tmp_path / "store", fails, later, answers)) for rank in (0, 1)]

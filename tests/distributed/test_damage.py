@@ -1,5 +1,7 @@
-"""Whatever happened to a checkpoint of one or several processes: it is noticed and named, nothing of it is executed,
-nothing outside of it is read, and a run goes on from the one before."""
+"""Damaged checkpoints of one or several processes: the damage is named and the run resumes from an older checkpoint.
+
+Nothing in a damaged checkpoint is executed, and nothing outside of the checkpoint is read.
+"""
 
 import hashlib
 import io
@@ -28,7 +30,7 @@ OLD, NEW = "step-00000001", "step-00000002"
 
 
 class Full(Regression):
-    """With tensors in every section: buffers, the optimizer's state, a metric of each process."""
+    """Task with tensors in every section: buffers, optimizer state, and a metric of each process."""
 
     def __init__(self, dropout=0.2, **options):
         super().__init__(dropout=dropout, **options)
@@ -46,7 +48,7 @@ class Full(Regression):
 
 
 def train(folder, strategy, steps):
-    """Go on to a step; returns the name of the checkpoint that it went on from."""
+    """Resume and train up to a step. Return the name of the checkpoint that the run resumed from."""
     trainer = quiet_trainer(
         folder, strategy=strategy, max_steps=steps, resume="auto", log_level="WARNING",
         callbacks=lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1),
@@ -57,7 +59,7 @@ def train(folder, strategy, steps):
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def written(request, group, tmp_path_factory):
-    """A folder with a run of two steps that this strategy has written, and the strategy."""
+    """Train two steps under each strategy. Return the folder and the strategy."""
     folder = tmp_path_factory.mktemp(request.param)
     run = train if request.param == "single" else partial(group(2).run, train)
     run(folder, request.param, 2)
@@ -66,7 +68,7 @@ def written(request, group, tmp_path_factory):
 
 @pytest.fixture
 def two(written, tmp_path):
-    """A copy of it that a test may damage: the folder of its checkpoints."""
+    """Return a copy of the run that a test may damage: the folder of its checkpoints."""
     return copied(written[0], tmp_path / "copy")
 
 
@@ -170,7 +172,7 @@ def test_a_file_more_harms_nobody(two):
 
 
 def damaged_copies(written, tmp_path):
-    """A copy of the run for each file of its newest checkpoint, each damaged in another way; and the file."""
+    """Yield (copy, file): a copy of the run for each file of its newest checkpoint, each damaged in a different way."""
     cases = {}
     for number, name in enumerate(files_of(written[0] / "runs/run/checkpoints" / NEW)):
         for shift in (0, 4):
@@ -195,7 +197,7 @@ def test_run_resumes_from_previous_checkpoint_on_all_ranks(written, group, tmp_p
         folder = case / "runs/run/checkpoints"
         assert [path.name for path in find_checkpoints(folder)] == [OLD, NEW, "step-00000003"]
         assert open_newest_valid(folder, pytest.fail).path.name == "step-00000003"
-        assert (folder / f"{NEW}.damaged-1").is_dir()  # nothing is thrown away
+        assert (folder / f"{NEW}.damaged-1").is_dir()  # no checkpoint is deleted
 
 
 def train_each(cases, strategy):
@@ -226,7 +228,7 @@ class Bomb:
 
 
 def bombs_for(marker):
-    """What would be executed by who unpickles it, as pickle and as torch writes it."""
+    """Return a payload that unpickling would execute, as pickle and as torch write it."""
     archive = io.BytesIO()
     torch.save(Bomb(marker), archive)
     return [pickle.dumps(Bomb(marker)), archive.getvalue()]
@@ -243,7 +245,7 @@ def evaluate(stage, path, folder):
     getattr(trainer, stage)(Full(), loader(), ckpt_path=path)
 
 
-#: Every public way to read the checkpoint at a path.
+#: Public ways to read the checkpoint at a path.
 WAYS = {
     "Checkpoint.open": lambda path, folder: Checkpoint.open(path),
     "load_from_checkpoint": lambda path, folder: Full.load_from_checkpoint(path),
@@ -271,7 +273,7 @@ def test_foreign_pickles_are_never_executed(two, tmp_path, way):
 
 
 def with_metadata(checkpoint, text):
-    """Put a text into the metadata of each safetensors file, and make the manifest right again."""
+    """Put a text into the metadata of each safetensors file, and update the manifest."""
     for name in files_of(checkpoint):
         file = checkpoint / name
         if file.suffix == ".safetensors" and file.read_bytes()[8:9] == b"{":
@@ -299,7 +301,7 @@ def test_pickle_in_place_of_file_is_refused_unexecuted(two, tmp_path, way):
             if name.startswith("model/") or name == "manifest.json":
                 with pytest.raises(CheckpointError, match=name):
                     WAYS[way](two / NEW, tmp_path)
-            elif "init_from" not in way:  # which reads nothing else
+            elif "init_from" not in way:  # a reader of only this file
                 with pytest.raises(CheckpointDamaged, match=name):
                     WAYS[way](two / NEW, tmp_path)
             assert not marker.exists()
@@ -327,7 +329,7 @@ def test_several_processes_execute_none_either(group, two, tmp_path, strategy):
 
 
 def renamed(old, new, manifest):
-    """An attacker's manifest: a file of the checkpoint is said to be somewhere else."""
+    """Rename a file in a manifest, like an attacker who claims another location for the file."""
     manifest["files"][new] = manifest["files"].pop(old)
     for tensors in manifest["sections"].values():
         for tensor in tensors.values():
@@ -348,7 +350,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", OUTSIDE)
 def test_manifest_with_outside_paths_is_refused(two, tmp_path, place, way):
-    shutil.copytree(two / NEW, two / "outside")  # all is there, and intact
+    shutil.copytree(two / NEW, two / "outside")  # all files exist and are intact
     for name in ("model/00000-00000.safetensors", "state.json"):
         shutil.copy(two / "outside/manifest.json", two / NEW / "manifest.json")
         tamper(two / NEW, partial(renamed, name, OUTSIDE[place].format(name, root=two)))

@@ -1,4 +1,4 @@
-"""Every program on the page about data of others does what the page says of it."""
+"""Programs of the page on third-party datasets: each does what the page says."""
 
 import os
 import re
@@ -16,7 +16,7 @@ def programs(text):
 
 
 def executed(*texts, found=None):
-    """What there is after all programs of some sections, one after the other."""
+    """Execute all programs of some sections in order, and return the names they define."""
     found = found or {"__name__": "page"}
     for number, program in enumerate(program for text in texts for program in programs(text)):
         exec(compile(program, f"docs/guides/third-party-datasets.md, program {number}", "exec"), found)
@@ -32,7 +32,7 @@ def test_every_program_of_page_is_tested():
     assert len(programs(PAGE)) == 8
 
 
-@pytest.mark.filterwarnings("ignore:.*unclosed file:ResourceWarning")  # which webdataset leaves to the collector
+@pytest.mark.filterwarnings("ignore:.*unclosed file:ResourceWarning")  # webdataset does not close its files
 @pytest.mark.filterwarnings("ignore:.*part-[01].tar:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("title", SECTIONS)
 def test_a_section_of_the_page_runs(title, tmp_path, monkeypatch):
@@ -47,7 +47,7 @@ def test_a_section_of_the_page_runs(title, tmp_path, monkeypatch):
 
 
 def without_package(text):
-    """The programs about a tar that need no package."""
+    """Return the programs about a tar that need no package."""
     return text.partition("Where files are far away")[0]
 
 
@@ -60,7 +60,7 @@ def test_uneven_shards_are_read_once_on_two_ranks(group, tmp_path):
 
 def parts(folder):
     os.chdir(folder)
-    for rank in range(2):  # each writes the tars, one after the other
+    for rank in range(2):  # each writes the tars
         if rank == torch.distributed.get_rank():
             found = executed(HEAD, without_package(TAR).rpartition("task = Classify()")[0] + "```")
         torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""DDP: what one process trains, several train, and what cannot work is one clear error on every rank."""
+"""DDP: several processes train exactly like one, and an unsupported setup raises one clear error on every rank."""
 
 import os
 import subprocess
@@ -24,19 +24,19 @@ def state_of(task):
 
 
 def fit(folder, task, data=None, **options):
-    """Train a task; the trainer and where its parameters end."""
+    """Train a task; return the trainer and the final parameters."""
     trainer = bare_trainer(folder, **{"max_epochs": 2} | options)
     trainer.fit(task, loader(dtype=torch.float64) if data is None else data)
     return trainer, state_of(task)
 
 
 def end_of(folder, kind, *args, **options):
-    """Where the parameters of a task of this class end."""
+    """Return the final parameters of a task of this class."""
     return fit(folder, kind(*args), **options)[1]
 
 
 def steps_of(folder, kind, *args, **options):
-    """The steps of a task of this class, and where its parameters end."""
+    """Return the steps of a task of this class and its final parameters."""
     trainer, state = fit(folder, kind(*args), **options)
     return trainer.global_step, state
 
@@ -68,7 +68,7 @@ def test_every_option_trains_what_one_process_trains(group, tmp_path, options):
 
 
 class Reentrant(Regression):
-    """Uses a layer three times, twice under reentrant checkpointing."""
+    """Task that uses a layer three times, twice under reentrant checkpointing."""
 
     def __init__(self):
         super().__init__(dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_an_unknown_compression_is_refused():
 
 
 class Branching(Regression):
-    """A task with a branch that only some ranks use: of two ranks, rank r has the batches with `batch_idx % 2 == r`."""
+    """Task with a branch that only some ranks use: of two ranks, rank r has the batches with `batch_idx % 2 == r`."""
 
     def __init__(self, users):
         super().__init__(dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_unused_parameters_are_named_before_a_hang(group, tmp_path):
 
 
 def test_unused_parameter_on_one_rank_ends_the_job(tmp_path):
-    """The other rank waits for its gradient, so both need processes of their own."""
+    """The other rank waits for the missing gradient, so both need separate processes."""
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\nfrom tests.distributed.test_ddp import Branching, fit\n"
@@ -169,7 +169,7 @@ def test_ranks_may_use_different_parameters_if_asked(group, tmp_path):
 
 
 class Unfreezing(Regression):
-    """Trains its last layer only, and after some steps all of them."""
+    """Task that trains its last layer only, and all layers after some steps."""
 
     def on_train_start(self):
         self.net[0].requires_grad_(False)
@@ -184,11 +184,11 @@ def test_layers_can_be_unfrozen_at_any_step(group, tmp_path):
     assert_equal(on_ranks(group, 2, end_of, tmp_path, kind, strategy="ddp"), alone)
 
 
-# ---------------------------------------------------------------------- what only some ranks do
+# ---------------------------------------------------------------------- branches and skips on some ranks only
 
 
 class Choosy(Regression):
-    """Leaves out some micro-batches, by their number."""
+    """Task that skips some micro-batches, by number."""
 
     def __init__(self, left_out, weigh):
         super().__init__(dtype=torch.float64)
@@ -225,7 +225,7 @@ def test_constant_with_weight_0_skips_micro_batch(group, tmp_path, left_out):
 
 
 class Wrong(Regression):
-    """Does one of the things that are refused, on every rank."""
+    """Task that does one of the refused things, on every rank."""
 
     def __init__(self, what):
         super().__init__(dtype=torch.float64)
@@ -272,7 +272,7 @@ def refused(folder):
 
 
 class Buffered(Choosy):
-    """Has buffers, one of which is in no checkpoint."""
+    """Task with buffers, one of which is in no checkpoint."""
 
     def __init__(self, left_out):
         super().__init__(left_out, weigh=False)
@@ -296,7 +296,7 @@ def test_none_from_one_rank_waits_for_no_buffers(group, tmp_path, options):
 
 
 class Alternating(Regression):
-    """Uses another one of two branches in every epoch, the other has no gradient and is left alone."""
+    """Task that uses one of two branches in each epoch, in turn; the other one has no gradient and does not change."""
 
     def __init__(self):
         super().__init__(dtype=torch.float64)
@@ -318,7 +318,7 @@ def test_unused_parameters_are_unchanged_with_idle_rank(group, tmp_path):
 
 
 class Overflowing(Regression):
-    """The last micro-batch of an epoch has a gradient that only just fits into float32 when it is scaled."""
+    """Task whose last micro-batch of an epoch has a gradient that, once scaled, barely fits into float32."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 6:
@@ -378,7 +378,7 @@ def train_few(folder, samples, accumulate=1, **options):
 
 
 class Clamping(Regression):
-    """Writes its weights, in a hook that a rank without a batch does not call or in one that every rank does."""
+    """Task that writes its weights in a hook: one that a rank without a batch skips, or one that every rank calls."""
 
     def __init__(self, hook):
         super().__init__(dtype=torch.float64)
@@ -407,7 +407,7 @@ def test_equal_parameter_writes_on_all_ranks_are_supported(group, tmp_path):
 
 
 class Leaving(Regression):
-    """Ends the first epochs from a hook when it meets a certain micro-batch."""
+    """Task that ends the first epochs from a hook at a certain micro-batch."""
 
     def __init__(self, at):
         super().__init__(dropout=0.5, dtype=torch.float64)
@@ -427,7 +427,7 @@ def test_hook_on_one_rank_ends_epoch_on_all(group, tmp_path, accumulate, at):
 
 
 class StoppingAlone(Regression):
-    """Asks to stop on one rank only."""
+    """Task that requests a stop on one rank only."""
 
     def __init__(self, hook, at):
         super().__init__(dtype=torch.float64)
@@ -441,7 +441,7 @@ class StoppingAlone(Regression):
 
 class StoppingSilently(StoppingAlone):
     def validation_step(self, batch):
-        """Logs nothing."""
+        """Log nothing."""
 
 
 @pytest.mark.parametrize("task", [StoppingAlone, StoppingSilently])
@@ -479,7 +479,7 @@ def test_one_rank_stops_run_in_step_hooks(group, tmp_path, hook, who, saved_ever
 
 def stop_anywhere(folder, hook, who, saved_every):
     task = StoppingAlone(hook if who == "task" else "stop", at=2)
-    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=saved_every)]  # and at the end
+    callbacks = [lumen.ModelCheckpoint(every_n_train_steps=saved_every)]  # also at the end
     if who == "callback":
         callbacks.append(lumen.LambdaCallback(**{hook: task.stop}))
     trainer = quiet_trainer(folder, max_epochs=5, strategy="auto", callbacks=callbacks, logger=False)
@@ -491,7 +491,7 @@ def stop_anywhere(folder, hook, who, saved_every):
 
 
 class Unheard(lumen.Callback):
-    """Says that it never stops in a step, and does."""
+    """Callback that claims never to stop in a step, and stops."""
 
     may_stop_at_steps = False
 
@@ -510,7 +510,7 @@ def stop_unheard(folder):
 
 
 class Stopping(Regression):
-    """Asks to stop after three steps, on every rank."""
+    """Task that requests a stop after three steps, on every rank."""
 
     def __init__(self, hook, weigh):
         super().__init__(dtype=torch.float64)
@@ -556,7 +556,7 @@ def train_with_closure(folder, strategy, accumulate):
 
 
 class Unwrapping(Regression):
-    """Notes what code written for a wrapped model finds in a step: its names, its class and its forward."""
+    """Task that records what code for a wrapped model finds in a step: its names, class and forward."""
 
     def training_step(self, batch):
         raw_model = self.module if hasattr(self, "module") else self
@@ -580,7 +580,7 @@ def look_at_names(folder):
 
 
 class Wide(lumen.TaskModule):
-    """Several buckets of gradients."""
+    """Task with several buckets of gradients."""
 
     def __init__(self):
         super().__init__()
@@ -595,7 +595,7 @@ class Wide(lumen.TaskModule):
 
 
 class Restarting(lumen.Callback):
-    """Wraps the task anew at one step, as a process that begins there does."""
+    """Callback that wraps the task again at one step, like a process that begins there."""
 
     def __init__(self, step):
         self.step = step
@@ -607,7 +607,7 @@ class Restarting(lumen.Callback):
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_gradient_summation_order_is_deterministic(group, tmp_path, options):
-    """Three ranks, several buckets: there the order of summation shows in the last bits."""
+    """Three ranks and several buckets are enough: the order of summation shows in the last bits."""
     undisturbed = on_ranks(group, 3, train_wide, tmp_path, None, options)
     assert_equal(on_ranks(group, 3, train_wide, tmp_path, 3, options), undisturbed, 0.0)
 
@@ -619,7 +619,7 @@ def train_wide(folder, restarts_at, options):
 
 
 class Teaching(Regression):
-    """Its step changes parameters that are not trained, as a teacher's moving average does."""
+    """Task whose step changes untrained parameters, like the moving average of a teacher."""
 
     def __init__(self):
         super().__init__(dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""EMA on several processes: one average, whatever holds it, which goes on anywhere."""
+"""EMA on several processes: one average under every strategy, which resumes anywhere."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 def train(folder, strategy, max_steps=6, world=1):
-    """The average, the last validation and the parameters that are left in the task."""
+    """Return the average, the last validation, and the final parameters of the task."""
     task, ema = Regression(dtype=torch.float64), lumen.EMA(decay=0.7)
     options = {"max_steps": max_steps, "callbacks": [ema], "strategy": strategy, "resume": "auto"}
     trainer = quiet_trainer(folder, global_batch_size=12, val_check_interval=3, log_every_n_steps=1, **options)

@@ -1,4 +1,4 @@
-"""`lumen export`: what it writes, anyone can load; what it refuses, it refuses before anything is written."""
+"""`lumen export`: standard tools load its files, and a refused export writes nothing."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def export(*words):
 
 class Block(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))  # neither is cut evenly
+        super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))  # neither can be divided evenly
 
 
 class Blocks(Regression):
@@ -42,7 +42,7 @@ def train_sharded(folder):
 def test_what_fsdp_saved_on_two_processes_is_consolidated(group, tmp_path):
     expected, same_ones = group(2).run(train_sharded, tmp_path)
     assert expected == same_ones
-    assert len(list(Path("runs/run/checkpoints/step-00000003/model").iterdir())) == 2  # each process has written
+    assert len(list(Path("runs/run/checkpoints/step-00000003/model").iterdir())) == 2  # files of each process
     export("runs/run", "--output", "whole.safetensors")
     found = load_file("whole.safetensors")
     assert {name: tensor.tolist() for name, tensor in found.items()} == expected

@@ -1,4 +1,4 @@
-"""A disk that fails under one of several processes: all of them end with one error, and older checkpoints are whole."""
+"""Disk failures on one of several processes: all processes end with one error, and older checkpoints stay complete."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ NOBODY = 65534
 
 
 class Large(Regression):
-    """Each process writes more than the 100,000 bytes that a file is allowed to have in some tests."""
+    """Task of which each process writes more than 100,000 bytes, the file size limit of some tests."""
 
     def __init__(self):
         super().__init__()
@@ -33,21 +33,21 @@ class Large(Regression):
 
 
 class Fault(lumen.Callback):
-    """Begins, on one rank, right before the save of a step."""
+    """Callback that starts a fault on one rank right before the save of a step."""
 
     def __init__(self, rank, begin):
         self.rank, self.begin = rank, begin
 
     def on_step_end(self, trainer, task):
         if trainer.global_step == FAULTY_STEP:
-            trainer.run.saves.finish_save()  # the one before is to be whole
+            trainer.run.saves.finish_save()  # the checkpoint before must stay complete
             if trainer.global_rank == self.rank:
                 self.begin(trainer.run_directory)
 
 
 @contextmanager
 def small_files():
-    """No file may become larger than 100,000 bytes."""
+    """Limit files to 100,000 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda directory: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -55,14 +55,14 @@ def small_files():
 
 @contextmanager
 def no_permission():
-    """The right to write in the directory is lost."""
+    """Remove the permission to write in the directory."""
     yield lambda directory: os.seteuid(NOBODY)
     os.seteuid(0)
 
 
 @contextmanager
 def removed(pattern):
-    """What the pattern names is removed in the middle of a save."""
+    """Remove the files that match a pattern in the middle of a save."""
     real = os.fsync
 
     def begin(directory):
@@ -71,7 +71,7 @@ def removed(pattern):
                 os.fsync = real
                 for path in list(directory.glob(pattern)) if pattern else [directory]:
                     gone = path.with_name("gone")
-                    path.rename(gone)  # at once: others write there meanwhile, by its name
+                    path.rename(gone)  # restored at once: other tests write there meanwhile, by name
                     shutil.rmtree(gone)
             real(descriptor)
 
@@ -101,7 +101,7 @@ def fit(folder, strategy, asynchronous):
 
 
 def fail(folder, strategy, asynchronous, name, rank):
-    """What a run says that a fault strikes, and at which step it ends."""
+    """Return the error of a run with a fault, and the step of its end."""
     with FAULTS[name][0]() as begin:
         trainer = trainer_of(folder, strategy, asynchronous, Fault(rank, begin), lumen.OnExceptionCheckpoint())
         with pytest.raises(CheckpointError) as caught:
@@ -111,7 +111,7 @@ def fail(folder, strategy, asynchronous, name, rank):
 
 @pytest.fixture
 def folder():
-    """A directory that other users may see."""
+    """Make a directory that other users may enter."""
     path = Path(tempfile.mkdtemp(prefix="lumen-faults-"))
     path.chmod(0o755)
     yield path
@@ -120,7 +120,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def undisturbed(group, tmp_path_factory):
-    """Where a run ends that no fault has struck, by strategy."""
+    """Return the final state of a run without faults, by strategy."""
     made = {}
 
     def get(strategy):
@@ -134,7 +134,7 @@ def undisturbed(group, tmp_path_factory):
 
 
 def end_of(folder):
-    """All tensors of the last checkpoint, by section and name."""
+    """Return all tensors of the last checkpoint, by section and name."""
     checkpoint = Checkpoint.open(find_checkpoints(folder / "runs/run/checkpoints")[-1])
     assert checkpoint.info["step"] == STEPS
     return {section: dict(checkpoint.as_mapping(section)) for section in ("model", "optimizer", "extra")}
@@ -163,7 +163,7 @@ def test_storage_fault_ends_all_ranks_and_run_resumes(group, folder, undisturbed
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 8 MB."""
+    """Mount a file system of 8 MB."""
     path, libc = tmp_path / "disk", ctypes.CDLL(None, use_errno=True)
     path.mkdir()
     if libc.mount(b"none", os.fsencode(path), b"tmpfs", 0, b"size=8m"):

@@ -1,4 +1,4 @@
-"""What finders have found on one process is used by many: the training that one process would go on with."""
+"""Results of finders on several processes: the run equals that of one process with the same results."""
 
 import shutil
 
@@ -14,7 +14,7 @@ STEPS = 14
 
 
 class Cramped(Regression):
-    """Runs out of memory for batches that are too large."""
+    """Task that runs out of memory if batches are too large."""
 
     def __init__(self, lr=1e-6):
         super().__init__(lr, dtype=torch.float64)
@@ -35,7 +35,7 @@ class Sized(lumen.DataModule):
 
 
 def fit(path, strategy, steps):
-    """Where the run ends, with what was found; it searches where it begins."""
+    """Return the final state and the results of the search at the start of the run."""
     task, data = Cramped(), Sized()
     finders = [lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40), lumen.BatchSizeFinder()]
     trainer = quiet_trainer(

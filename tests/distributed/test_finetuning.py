@@ -1,4 +1,4 @@
-"""A backbone that is unfrozen in training, on several processes: what one process trains, and goes on exactly."""
+"""Unfreezing a backbone on several processes: training equals one process and resumes exactly."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_finetuning_equals_single_process_and_resumes_exactly(group, tmp_path, s
     alone = train(tmp_path / "alone", "auto", 30)
     for each in whole:
         assert_equal(each, alone)
-    for steps in (7, 12, 30):  # before, and after it was unfrozen
+    for steps in (7, 12, 30):  # before and after the backbone was unfrozen
         parts = group(2).run(train, tmp_path / "parts", strategy, steps)
     for one, other in zip(parts, whole, strict=True):
         assert_equal(one, other, 0.0)

@@ -1,4 +1,4 @@
-"""Data workers are forked while no thread of torch is at work: Python 3.11 would hand them the lock that one holds."""
+"""Forks of data workers while no thread of torch is busy: a forked Python 3.11 would inherit a held lock."""
 
 import ctypes
 import hashlib
@@ -14,11 +14,11 @@ import lumen
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer
 
 AT_WORK_S = 0.04
-SET_NAME = 15  # prctl's
+SET_NAME = 15  # the constant of prctl
 
 
 class Thread(lumen.Callback):
-    """A thread with a name of gloo's, which works outside of Python while the workers of the first epoch are forked."""
+    """Callback with a thread named like gloo's, busy outside of Python while the first epoch's workers are forked."""
 
     def __init__(self):
         self.ended = []
@@ -29,7 +29,7 @@ class Thread(lumen.Callback):
     def work(self, begun):
         ctypes.CDLL(None).prctl(SET_NAME, b"pt_gloo_test", 0, 0, 0)
         begun.set()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", self.rounds)  # without Python's lock
+        hashlib.pbkdf2_hmac("sha256", b"", b"", self.rounds)  # without the GIL
         self.ended.append(True)
 
     def on_train_epoch_start(self, trainer, task):
@@ -40,7 +40,7 @@ class Thread(lumen.Callback):
 
 
 class Seen(Dataset):
-    """Tells whether the thread had ended when this worker was forked."""
+    """Data set that records whether the thread had ended when this worker was forked."""
 
     def __init__(self, ended):
         self.ended = ended

@@ -1,4 +1,4 @@
-"""FSDP: what one process trains, several train that each hold a part; what cannot work is one clear error."""
+"""FSDP: processes that each hold a shard train exactly like one; an unsupported setup raises one clear error."""
 
 import gc
 import re
@@ -22,7 +22,7 @@ from tests.helpers.group import assert_equal, on_ranks, refusal
 from tests.helpers.sharded import held_bytes, whole
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
 
-WIDTH = 7  # no multiple of a number of processes
+WIDTH = 7  # not a multiple of a number of processes
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 class Deep(lumen.TaskModule):
-    """Least squares with a deep net, in float64."""
+    """Least squares with a deep network, in float64."""
 
     def __init__(self, dropout=0.0, seed=0, dtype=torch.float64):
         super().__init__()
@@ -61,7 +61,7 @@ class Deep(lumen.TaskModule):
         return self.net(x)
 
     def training_step(self, batch):
-        loss = (self(batch[0]) - batch[1]).square().mean()  # mse_loss of torch 2.11 takes one dtype
+        loss = (self(batch[0]) - batch[1]).square().mean()  # mse_loss of torch 2.11 accepts one dtype only
         self.log("loss", loss)
         return loss
 
@@ -81,18 +81,18 @@ def state_of(task):
 
 
 def fit(folder, task, given=None, **options):
-    """Train a task; where its parameters end."""
+    """Train a task and return the final parameters."""
     bare_trainer(folder, **{"max_epochs": 2} | options).fit(task, data() if given is None else given)
     return state_of(task)
 
 
 def fit_new(folder, kind, *args, **options):
-    """The same of a new task of this class."""
+    """Train a new task of this class and return the final parameters."""
     return fit(folder, kind(*args), **options)
 
 
 def check(group, folder, kind, *args, parts=None, **options):
-    """Compare what two processes train with what one process trains. Returns the latter."""
+    """Compare the training of two processes with that of one. Return the result of one process."""
     alone = fit_new(folder, kind, *args, accumulate_grad_batches=2, **options)
     strategy = lumen.FSDP(**parts or {})
     assert_equal(on_ranks(group, 2, fit_new, folder, kind, *args, strategy=strategy, **options), alone)
@@ -107,7 +107,7 @@ BLOCKS = ["net.blocks.0", "net.blocks.1", "net.blocks.2"]
 
 
 class CallsAPart(Deep):
-    """Calls a part of its net before any step has called the whole."""
+    """Task that calls a part of its network before any step has called the whole network."""
 
     def on_train_epoch_start(self):
         self.net.blocks[0](torch.zeros(1, WIDTH, dtype=torch.float64))
@@ -178,7 +178,7 @@ def train_all(folder, many, world):
 
 
 def test_sharding_strategies_hold_what_their_names_say(group, tmp_path):
-    """The rows of a weight that a rank holds, of 21: between two steps, and between a block's forward and backward."""
+    """Each rank holds given rows of a weight of 21 rows: between steps, and between a block's forward and backward."""
     for part, found in zip((11, 10), group(2).run(hold_by_strategy, tmp_path), strict=True):
         assert found == [
             ("FULL_SHARD", None, part, part),
@@ -219,7 +219,7 @@ def test_clipping_is_that_of_one_process(group, tmp_path, clip):
 
 
 class Counting(Deep):
-    """Counts the forwards of its blocks in training."""
+    """Task that counts the forwards of its blocks in training."""
 
     def __init__(self):
         super().__init__()
@@ -252,11 +252,11 @@ def test_compiled_blocks_train_the_same(group, tmp_path, options):
 
 
 def train_compiled(folder, options):
-    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's compiler looks where it need not
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's compiler inspects functions without need
     return train(folder, options, 2, compile={"backend": "aot_eager", "blocks": ["Block"]})
 
 
-# ---------------------------------------------------------------------- what is wrapped
+# ---------------------------------------------------------------------- FSDP units
 
 
 class Choosing(Deep):
@@ -265,7 +265,7 @@ class Choosing(Deep):
 
 
 class Several(lumen.TaskModule):
-    """Two towers of repeated blocks, one in an `nn.Sequential` with layers of its own inside."""
+    """Two towers of repeated blocks, one in an `nn.Sequential` with other layers."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,7 @@ def test_units_are_what_is_asked_for(task, options, expected):
         expected = [name for name in names.values() if name in expected or name in ("net.first", "net.last")]
         expected = [name for name in expected if "dropout" not in name]
     assert sorted(found) == sorted(expected)
-    for place, name in enumerate(found):  # inner ones first
+    for place, name in enumerate(found):  # inner units first
         assert not any(later.startswith(f"{name}.") for later in found[place:])
 
 
@@ -389,7 +389,7 @@ def refuse_all(folder):
             fit(folder, task(), strategy=lumen.FSDP(**options))
 
 
-# ---------------------------------------------------------------------- where a model begins
+# ---------------------------------------------------------------------- initial state
 
 
 def test_all_ranks_use_the_model_of_rank_0(group, tmp_path):
@@ -398,7 +398,7 @@ def test_all_ranks_use_the_model_of_rank_0(group, tmp_path):
 
 
 class WithBuffers(Deep):
-    """Buffers of several kinds that the loss depends on."""
+    """Task whose loss depends on buffers of several kinds."""
 
     def __init__(self, rank=0):
         super().__init__(seed=rank)
@@ -415,7 +415,7 @@ def train_differently_built(folder):
 
 
 class Columns(Deep):
-    """Parameters whose memory lies otherwise, and one with an attribute by which the user knows it."""
+    """Task with parameters of another memory layout, and one with an attribute that the user has set."""
 
     def __init__(self):
         super().__init__()
@@ -437,7 +437,7 @@ def test_parameters_keep_their_attributes_whatever_their_layout_was(group, tmp_p
 
 
 class Thawing(Deep):
-    """A unit of which a part is frozen, one that is frozen until a callback thaws it, and one the other way round."""
+    """Task with a partly frozen unit, a unit that a callback unfreezes, and one that the callback freezes."""
 
     def __init__(self):
         super().__init__()
@@ -484,11 +484,11 @@ def test_optimizers_of_every_kind_train_parts(group, tmp_path, kind):
     check(group, tmp_path, Optimized, kind, max_epochs=3)
 
 
-# ---------------------------------------------------------------------- ranks that have nothing to do
+# ---------------------------------------------------------------------- ranks without a batch
 
 
 class Choosy(Deep):
-    """Leaves out some batches, before or after their forward; but not the first that a process gets."""
+    """Task that skips some batches, before or after their forward, but never the first one of a process."""
 
     def __init__(self, leaves_out, late):
         super().__init__()
@@ -522,7 +522,7 @@ def test_a_rank_may_leave_out_its_micro_batches(group, tmp_path, options):
 
 
 class Skipping(Deep):
-    """Ends its first epoch in the middle of a step."""
+    """Task that ends its first epoch in the middle of a step."""
 
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if (self.current_epoch, batch_idx) == (0, 5) else None
@@ -550,7 +550,7 @@ def test_ranks_that_run_out_of_batches_take_part(group, tmp_path, samples):
 
 
 class Counted(Deep):
-    """Counts its forwards in buffers that it does not write in place; one of them is not there at first."""
+    """Task that counts forwards in buffers which it replaces; one of them does not exist at first."""
 
     def __init__(self):
         super().__init__()
@@ -580,7 +580,7 @@ def count_by_assignment(folder, samples):
 
 
 class Branching(Deep):
-    """Has a branch that some ranks use, one that nobody uses, and one that all use."""
+    """Task with a branch that some ranks use, one that no rank uses, and one that all use."""
 
     def __init__(self, users):
         super().__init__()
@@ -601,7 +601,7 @@ def test_find_unused_parameters_allows_partial_steps(group, tmp_path, users):
 
 
 class Forked(Regression):
-    """Calls another block for every other batch, which is another one on each rank."""
+    """Task that alternates between blocks, so that each rank calls a different block."""
 
     def __init__(self):
         super().__init__(dtype=torch.float64)
@@ -626,7 +626,7 @@ def test_parameters_without_gradients_are_named(group, tmp_path):
 
 
 class Looking(Deep):
-    """Keeps the dtypes it meets."""
+    """Task that records the dtypes of its tensors."""
 
     def __init__(self):
         super().__init__(dtype=torch.float32)
@@ -681,7 +681,7 @@ def test_configured_dtypes_are_used_where_intended(group, tmp_path):
 
 
 class Reducing(Looking):
-    """A task that notes whether bfloat16 can hold its gradients after the ranks have summed them."""
+    """Task that records whether bfloat16 can represent its gradients after the ranks have summed them."""
 
     def on_before_optimizer_step(self, optimizer):
         gradients = [whole(parameter.grad) for parameter in self.net.blocks.parameters()]
@@ -700,7 +700,7 @@ def reduce_in(folder, reduce_dtype):
 
 
 class Overflowing(Deep):
-    """One micro-batch has a gradient that is infinite in float16."""
+    """Task with one micro-batch whose gradient is infinite in float16."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch)
@@ -730,7 +730,7 @@ def train_bfloat16(folder):
 
 
 class Evaluating(Deep):
-    """Looks at how its parameters lie."""
+    """Task that records how its parameters are sharded."""
 
     def __init__(self):
         super().__init__()
@@ -807,7 +807,7 @@ def train_twice(folder):
 
 
 class Breaking(Deep):
-    """One of its backwards is interrupted when the first of two blocks has its gradients."""
+    """Task whose n-th backward is interrupted when the first of two blocks has its gradients."""
 
     def __init__(self, number):
         super().__init__()
@@ -836,7 +836,7 @@ def test_run_after_an_interrupted_one_is_exact(group, tmp_path, number, options)
 
 
 def train_again(folder, number, options):
-    """Train with two micro-batches a step and rank, after a run of which the n-th backward was interrupted."""
+    """Train with two micro-batches a step and rank, after a run whose n-th backward was interrupted."""
     task = Breaking(number)
     if number:
         with pytest.raises(InterruptedError):
@@ -878,7 +878,7 @@ def see_names(folder):
 
 
 class Large(lumen.TaskModule):
-    """Sees how many bytes of tensors this process holds when a step is done."""
+    """Task that records how many bytes of tensors this process holds at the end of a step."""
 
     BLOCKS, WIDTH = 12, 64
 
@@ -906,7 +906,7 @@ class Large(lumen.TaskModule):
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_hold_their_share_of_training_state(group, tmp_path, world):
     unit = 4 * (Large.WIDTH**2 + Large.WIDTH)
-    total = 4 * Large.BLOCKS * unit  # parameter, gradient, two moments
+    total = 4 * Large.BLOCKS * unit  # parameter, gradient and two moments
     for options in ({}, {"sharding_strategy": "shard_grad_op"}):
         for held in group(world).run(hold, tmp_path, options):
             print(f"{world} processes {options}: {held / total:.4f} of the whole, one unit is {unit / total:.4f}")
@@ -922,7 +922,7 @@ def hold(folder, options):
     return task.held
 
 
-# ---------------------------------------------------------------------- what only an accelerator shows
+# ---------------------------------------------------------------------- checked on an accelerator only
 
 
 @pytest.mark.cuda
@@ -945,11 +945,11 @@ def train_on_gpu(folder, options, given):
     return state
 
 
-# ---------------------------------------------------------------------- what only gathered parameters show
+# ---------------------------------------------------------------------- refused writes to gathered parameters
 
 
 class Writing(Regression):
-    """Writes a parameter in a hook or in its step."""
+    """Task that writes a parameter in a hook or in its step."""
 
     def __init__(self, where):
         super().__init__(dtype=torch.float64)
@@ -979,7 +979,7 @@ def write_in(folder, where, strategy="fsdp", **options):
 
 @pytest.mark.parametrize("where", ["training_step", "on_validation_epoch_start", "on_validation_epoch_end"])
 def test_lost_parameter_write_raises(group, tmp_path, where):
-    strategy = lumen.FSDP(wrap_min_parameters=10**6)  # all in one unit: gathered for a whole step
+    strategy = lumen.FSDP(wrap_min_parameters=10**6)  # one unit only: the parameters stay gathered for the whole step
     for said in group(2).run(refusal, TrainingError, write_in, tmp_path, where, strategy):
         assert "net.0.weight was written" in said
 
@@ -994,7 +994,7 @@ def test_a_write_between_forwards_is_kept(group, tmp_path, where):
 
 
 class Held(Deep):
-    """Keeps references to its parameters, and has hooks on them, before and after they are cut up."""
+    """Task that keeps references to its parameters and has hooks on them, before and after they are sharded."""
 
     def __init__(self, *, clips=False):
         super().__init__()
@@ -1040,7 +1040,7 @@ def test_references_and_hooks_of_parameters_keep_working(group, tmp_path, world)
 def train_held(folder, accumulate):
     options = {"max_steps": 6, "max_epochs": None, "accumulate_grad_batches": accumulate}
     local = [fit(folder, Held(clips=True), strategy=strategy, **options) for strategy in ("ddp", "fsdp")]
-    assert_equal(*local)  # what is not linear sees the process's own gradient
+    assert_equal(*local)  # a nonlinear function sees the gradient of this process only
     task = Held()
     ours = fit(folder, task, strategy="fsdp", **options)
     assert set(task.shapes) == {(3 * WIDTH, WIDTH), (1, WIDTH)}
@@ -1050,7 +1050,7 @@ def train_held(folder, accumulate):
 
 
 class Early(Deep):
-    """Has built its optimizer before there were parts."""
+    """Task that builds its optimizer before the parameters are sharded."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Steps that grow with the epochs, on several processes: what one process trains, and goes on exactly."""
+"""`accumulate_grad_batches` that grows with the epochs: processes train exactly like one and resume exactly."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def train(folder, strategy, steps=-1):
 def test_accumulation_equals_single_process_and_resumes_exactly(group, tmp_path, strategy):
     trainer, task = grow(tmp_path / "alone", dropout=0.3, accumulate_grad_batches=TWICE)
     whole = group(2).run(train, tmp_path / "whole", strategy)
-    for steps in (3, 4, 5, 8, -1):  # of 4, 2, 2, 1 and 2 in an epoch
+    for steps in (3, 4, 5, 8, -1):  # of 4, 2, 2, 1 and 2 micro-batches in an epoch
         parts = group(2).run(train, tmp_path / "parts", strategy, steps)
     assert parts == whole
     parameters, counted, estimated = whole[0]

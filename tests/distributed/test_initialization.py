@@ -1,4 +1,4 @@
-"""Layers built in `configure_model` begin with the same bits under every strategy, and nobody holds all of them."""
+"""Layers built in `configure_model`: equal initial bits under every strategy, and no rank holds all of them."""
 
 import gc
 from copy import deepcopy
@@ -16,7 +16,7 @@ from tests.helpers.tasks import FEATURES, Saving, bare_trainer, loader, quiet_tr
 
 
 class Head(nn.Module):
-    """Writes a parameter of a module in it, after that module's own values."""
+    """Module that writes a parameter of a submodule, after the submodule's own values."""
 
     def __init__(self, width):
         super().__init__()
@@ -33,7 +33,7 @@ class Head(nn.Module):
 
 
 class Zoo(lumen.TaskModule):
-    """Modules that get their values in different ways, of sizes that no number of processes divides."""
+    """Task with different ways of initialization, of sizes that no number of processes divides."""
 
     def __init__(self, width=7):
         super().__init__()
@@ -73,7 +73,7 @@ class Zoo(lumen.TaskModule):
 
 
 def initial(folder, task, strategy, **options):
-    """The weights and buffers that a training begins with."""
+    """Return the initial weights and buffers of a training."""
     found = {}
 
     class Look(lumen.Callback):
@@ -141,7 +141,7 @@ def test_initial_values_depend_only_on_seed_and_names(tmp_path):
     assert all((first[name] != other[name]).any() for name in drawn)
     copies = [name for name in drawn if name.startswith("layers.layers.1.")]
     assert all(np.array_equal(first[name], first[name.replace("layers.1.", "layers.0.")]) for name in copies)
-    assert len({first[name].tobytes() for name in drawn}) == len(drawn) - len(copies) - 1  # two are tied
+    assert len({first[name].tobytes() for name in drawn}) == len(drawn) - len(copies) - 1  # two parameters are tied
 
 
 def test_they_are_those_of_the_modules_own_initialisers(tmp_path):
@@ -158,7 +158,7 @@ def test_they_are_those_of_the_modules_own_initialisers(tmp_path):
     assert 0.8 * xavier < np.abs(weights["attention.in_proj_weight"]).max() <= xavier
 
 
-# ---------------------------------------------------------------------- initialisers of the user's own
+# ---------------------------------------------------------------------- initializers of the user
 
 
 class Scale(nn.Module):
@@ -171,7 +171,7 @@ class Scale(nn.Module):
 
 
 class Own(Zoo):
-    """A model that makes its values in one place, as many do."""
+    """Model that initializes all parameters in one place, as many models do."""
 
     def configure_model(self):
         self.net = nn.Sequential(nn.Linear(FEATURES, 7), Scale(7), nn.Linear(7, 1))
@@ -246,7 +246,7 @@ class WrongWithOwn(Wrong):
 
 
 class WrongWithSome(Wrong):
-    """Says how embeddings begin, and leaves all else to the modules themselves, in two ways."""
+    """Model that initializes its embeddings, and leaves the rest to the modules, in two ways."""
 
     def init_weights(self, module, name):
         if isinstance(module, nn.Embedding):
@@ -278,7 +278,7 @@ class WrongWithSome(Wrong):
 
 
 class Meddling(Wrong):
-    """Writes parameters that are not its module's."""
+    """Task that writes parameters of other modules."""
 
     def init_weights(self, module, name):
         super().init_weights(module, name)
@@ -336,7 +336,7 @@ def test_lost_initial_values_raise_one_clear_error(tmp_path, task, way, message)
 
 
 class Copying(Own):
-    """Copies what has no values yet, in every way; `own_bias` is what init_weights says of one of them."""
+    """Task that copies parameters before they have values, in every way; `init_weights` sets one `own_bias`."""
 
     own_bias = False
 
@@ -377,7 +377,7 @@ class Copying(Own):
 
 
 class CopyingWithOwn(Copying):
-    """Says how all linear layers begin."""
+    """Copying task that initializes all linear layers."""
 
     own_bias = True
 
@@ -436,7 +436,7 @@ def quarter(parameter):
 
 
 class Referring(Own):
-    """Keeps references to its parameters, and puts hooks on them, while they are built."""
+    """Task that keeps references to its parameters and puts hooks on them while they are built."""
 
     names = ("net.0.weight", "recurrent.weight_hh_l0")
 
@@ -482,7 +482,7 @@ def trained(folder, strategy, task=None, accumulate=1, **options):
 
 
 class Named(Referring):
-    """The same without references and hooks: what the other one trains, written out."""
+    """Task without references and hooks that trains the same."""
 
     def configure_model(self):
         super().configure_model()
@@ -515,7 +515,7 @@ def test_references_and_hooks_from_configure_model_stay_valid(group, tmp_path):
 
 
 class Twice(Referring):
-    """Tells its parameters apart by what they were before they were cut up."""
+    """Task that distinguishes its parameters by their identity before sharding."""
 
     def configure_optimizers(self):
         kept = {id(weight) for weight in self.kept["weights"]}
@@ -612,7 +612,7 @@ def test_values_are_drawn_in_layer_dtype_then_cast(tmp_path, precision, dtype):
 
 
 class Large(lumen.TaskModule):
-    """Sees how many bytes of tensors this process holds, whenever a module gets its values."""
+    """Task that records the bytes of tensors of this process whenever a module gets its values."""
 
     BLOCKS, WIDTH = 12, 64
 

@@ -1,4 +1,4 @@
-"""On several processes: what only the first one does, the norms of gradients, and which batch is the last."""
+"""Lightning's names on several processes: calls for rank 0 only, norms of gradients, and the last batch."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader
 
 
 class Normed(Regression):
-    """Notes the norms of every step's gradients, and whether a batch is this process's last of the epoch."""
+    """Task that records the norms of every step's gradients, and whether a batch is the last one of its process."""
 
     def __init__(self):
         super().__init__(dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_gradient_norms_equal_single_process(group, tmp_path, strategy):
         assert devices == (2, [0, 1])
         for mine, theirs in zip(found, alone, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-10)
-    assert ranks[0][1][:3] == [False, False, True]  # of 5 batches rank 0 has 3, rank 1 two
+    assert ranks[0][1][:3] == [False, False, True]  # of 5 batches, rank 0 has three and rank 1 has two
     assert ranks[1][1][:2] == [False, True]
 
 

@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard's record beside the CSV files, one run after another, killed and resumed."""
+"""Loggers: TensorBoard's record besides the CSV files, over several runs, kills and resumes."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from tests.helpers.services import of_csv, of_wandb
 
 
 class BreakingOff(lumen.Callback):
-    """Notes whether the row of step 2 is written when that step is over, and breaks off the run in step 6."""
+    """Callback that records whether the row of step 2 is written at the end of that step, and fails in step 6."""
 
     def on_step_checkpoint(self, trainer, task):
         if trainer.global_step == 2 and trainer.is_global_zero:
@@ -27,7 +27,7 @@ class BreakingOff(lumen.Callback):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_record_is_independent_of_delayed_values(group, tmp_path, world):
-    """Values may arrive while the next step is made."""
+    """Values may arrive during the next step."""
     (written, now), (written_later, later) = (
         group(world).run(broken_off_and_resumed, tmp_path / name, name == "later")[0] for name in ("now", "later")
     )
@@ -80,7 +80,7 @@ def recorded_by_wandb(folder):
 
 
 class Refusing(lumen.Logger):
-    """Has no place for its record."""
+    """Logger without a place for its record."""
 
     def open(self, directory, *, resumed):
         raise ConfigError("there is no place for it")

@@ -1,4 +1,4 @@
-"""Manual optimization on several processes: what one process trains, with the gradients of the whole batch."""
+"""Manual optimization on several processes: training equals one process, with the gradients of the whole batch."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def values(task):
 
 
 def train(folder, strategy, task=None, data=None, **options):
-    """Parameters, the numbers of the batches, the steps and the means of the last epoch."""
+    """Return the parameters, the batch numbers, the steps, and the means of the last epoch."""
     task = Gan(every=2) if task is None else task
     options = {"max_epochs": 3, "strategy": strategy, "global_batch_size": 16} | options
     trainer = bare_trainer(folder, **options)
@@ -41,7 +41,7 @@ def test_several_processes_train_what_one_does(group, tmp_path, strategy, world)
 
 
 class Accumulating(Gan):
-    """The critic alone, by two batches each time, of which a loss is added to what is there."""
+    """Task with the critic alone, which accumulates the gradients of two batches."""
 
     def training_step(self, batch, batch_idx):
         self.indices.append(batch_idx)
@@ -54,7 +54,7 @@ class Accumulating(Gan):
 
 
 class Joint(Gan):
-    """One backward for both, of a graph that is older than the freezing of one."""
+    """Task with one backward for both networks, through a graph that was built before one of them was frozen."""
 
     def training_step(self, batch, batch_idx):
         self.indices.append(batch_idx)
@@ -77,7 +77,7 @@ def train_by(folder, strategy, task):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("task", [Accumulating, Joint])
 def test_gradients_of_several_backwards_are_summed_once(group, tmp_path, strategy, task):
-    """Also those of one backward for several optimizers."""
+    """One sum also covers one backward for several optimizers."""
     alone = train_by(tmp_path / "alone", "auto", task)
     for each in group(2).run(train_by, tmp_path, strategy, task):
         torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
@@ -148,7 +148,7 @@ def test_resumed_run_is_exact_under_any_strategy(group, tmp_path, strategy):
 
 
 class Half(Gan):
-    """In the third batch the generator's gradients overflow on one process."""
+    """Task whose generator's gradients overflow on one process in the third batch."""
 
     def move_generator(self, optimizer, noise):
         optimizer.zero_grad()
@@ -173,7 +173,7 @@ def test_overflow_on_one_rank_skips_update_on_all(group, tmp_path, strategy):
 
 
 def train_critic(folder, strategy):
-    """The critic alone, whose plain SGD shows the size of its gradients."""
+    """Train the critic alone; its plain SGD shows the size of its gradients."""
     task = Gan(torch.float32, every=100)
     before = values(task)
     after = train(folder, strategy, task, pair_loader(dtype=torch.float32), precision="16-mixed", max_epochs=1)[0]
@@ -189,7 +189,7 @@ def test_fp16_gradients_equal_those_of_single_process(group, tmp_path, strategy)
 
 
 class Counting(Gan):
-    """A buffer that counts samples, and a value that is logged: a part that is no part of the batch leaves neither."""
+    """Task with a buffer that counts samples and a logged value; a part outside of the batch must change neither."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +271,7 @@ def test_parameters_of_task_itself_are_refused_under_fsdp(group, tmp_path):
 
 
 class Searching(Gan):
-    """The critic alone, by an optimizer that evaluates the loss."""
+    """Task with the critic alone and an optimizer that evaluates the loss."""
 
     def training_step(self, batch, batch_idx):
         self.indices.append(batch_idx)

@@ -1,4 +1,4 @@
-"""A strategy of a user: tensor parallelism and FSDP2 on a mesh of processes, compared with one process."""
+"""Strategy written by a user: tensor parallelism and FSDP2 on a mesh, compared with one process."""
 
 import json
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from lumen.errors import ConfigError
 from tests.helpers.sharded import whole
 from tests.helpers.tasks import FEATURES, quiet_trainer, regression_data
 
-SAMPLES = 22  # the last step of an epoch has fewer samples than the others
+SAMPLES = 22  # the last step of an epoch has fewer samples than the other steps
 
 
 class Steps(nn.Module):
-    """Runs the steps of a task in a forward, which `fully_shard` needs."""
+    """Module that runs the steps of a task in its forward, which `fully_shard` needs."""
 
     def __init__(self, task):
         super().__init__()
@@ -32,7 +32,7 @@ class Steps(nn.Module):
 
 
 class Mesh(lumen.Strategy):
-    """FSDP2 over `shard` groups of processes, of which each divides the hidden layer by tensor parallelism."""
+    """FSDP2 over `shard` groups of processes; each group splits the hidden layer by tensor parallelism."""
 
     spans_processes = True
 
@@ -83,7 +83,7 @@ class Mesh(lumen.Strategy):
 
 
 class Weighted(lumen.TaskModule):
-    """Has parameters on both meshes, weights of its own, and logs what depends on how often a sample counts."""
+    """Task with parameters on both meshes and weights of samples, which logs values that depend on these weights."""
 
     def __init__(self, weighs):
         super().__init__()
@@ -118,7 +118,7 @@ def data(shuffle):
 
 
 def train(folder, shape, weighs, max_steps):
-    """Parameters, logged values and predictions of a run that resumes where the folder has one."""
+    """Return parameters, logged values and predictions of a run that resumes if the folder has a checkpoint."""
     task, writer = Weighted(weighs), lumen.PredictionWriter(folder / f"predictions-{max_steps}", format="jsonl")
     trainer = quiet_trainer(
         folder, max_steps=max_steps, global_batch_size=8, gradient_clip_val=0.05, resume="auto", callbacks=[writer],
@@ -148,7 +148,7 @@ def test_a_mesh_trains_as_one_process(group, tmp_path, shape, weighs):
         assert their_values == pytest.approx(values, rel=1e-11)
         assert their_values["val_samples"] == their_values["count"] == SAMPLES
     assert [line["index"] for line in written(tmp_path / "mesh/predictions-7")] == [*range(SAMPLES)]
-    # the checkpoint of one is read by the other, within an epoch
+    # the resumed run reads the checkpoint of the other one, within an epoch
     ended = train(tmp_path / "mesh", None, weighs, 10)
     ranks = group(shape[0] * shape[1]).run(train, tmp_path / "one", shape, weighs, 10, limit_s=180)
     for theirs, their_values, _ in ranks:
@@ -157,7 +157,7 @@ def test_a_mesh_trains_as_one_process(group, tmp_path, shape, weighs):
 
 
 class Uneven(Mesh):
-    """Says that the data has two parts, of which both processes read the first."""
+    """Strategy that claims two parts of the data, although both processes read the first part."""
 
     data_rank, data_world_size = 0, 2
 

@@ -1,4 +1,4 @@
-"""One torchmetrics object in several stages: each computes over its own samples, as if it had its own object."""
+"""One torchmetrics object in several stages: each stage computes over its own samples only."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ TRAINING, VALIDATION = 8, 5
 
 
 def held_out(count=VALIDATION):
-    """Batches of the numbers 100, 101, ..."""
+    """Return batches of the numbers 100, 101, ..."""
     loader = numbers(count)
     loader.dataset.tensors[0].add_(100)
     return loader
 
 
 class Shared(lumen.TaskModule):
-    """Feeds one metric in all stages; `log` and hooks say what is done with it."""
+    """Task that feeds one metric in all stages; `log` and hooks say how."""
 
     def __init__(self, metric, feed=lambda metric, batch: metric.update(batch), log_in=("train", "val", "test")):
         super().__init__()
@@ -59,7 +59,7 @@ def fit(folder, task, **options):
 
 
 def expected(make, feed, prefixes=("train", "val")):
-    """What objects of their own give over all samples of a stage."""
+    """Return the values that separate objects give over all samples of a stage."""
     values = {}
     for stage, data in zip(prefixes, (numbers(TRAINING), held_out()), strict=True):
         metric = make()
@@ -89,7 +89,7 @@ class Total(CatMetric):
 
 
 def collection():
-    """Three of them share their states; the fourth has its own."""
+    """Make a collection: three metrics share their states, and the fourth has its own."""
     return MetricCollection(
         {
             "accuracy": MulticlassAccuracy(3),
@@ -123,20 +123,20 @@ def test_each_stage_computes_over_its_own_samples(tmp_path, kind):
 
 @pytest.mark.parametrize("logged", ["train", "val"])
 def test_metric_is_separate_in_stages_that_never_log(tmp_path, logged):
-    """As where the other logs what `forward` gave: `self.log("acc", self.accuracy(scores, classes))`."""
+    """The other test logs the result of `forward`: `self.log("acc", self.accuracy(scores, classes))`."""
     values = expected(MeanMetric, update)
     task = Shared(MeanMetric(), forward, log_in=(logged, "test"))
     rows = fit(tmp_path, task)
     if logged == "val":
         assert [row for _, row in rows] == [values["val"]] * 4
         found = bare_trainer(tmp_path).test(task, held_out(3))
-        assert found == [{"test_metric": 101.0}]  # not of the training that was before, which is never reset
+        assert found == [{"test_metric": 101.0}]  # without the training before, which is never reset
     else:
         assert [row for _, row in rows] == [values["train"]] * 2
 
 
 class Reading(Shared):
-    """Trains with the metric alone, and looks at it where validations end."""
+    """Task that trains with the metric alone and reads the metric at the end of validations."""
 
     resets = False
 
@@ -173,7 +173,7 @@ def test_metric_without_reset_accumulates_across_evaluations(tmp_path):
 
     task = Counting(SumMetric(), lambda metric, batch: metric.update(torch.ones(len(batch))), log_in=())
     fit(tmp_path, task)
-    assert task.found[1:] == [5, 10, 15, 20]  # without what the sanity check counted, which is the first
+    assert task.found[1:] == [5, 10, 15, 20]  # without the counts of the sanity check, which is the first one
     trainer = bare_trainer(tmp_path)
     trainer.validate(task, held_out())
     assert task.found[-1] == 25
@@ -200,7 +200,7 @@ def test_an_evaluation_that_resets_takes_nothing_from_training(tmp_path, wrap):
 def test_validation_batch_value_is_not_logged_in_training(tmp_path):
     class Mixed(Shared):
         def training_step(self, batch):
-            self.metric.update(batch[0])  # keeps no value of this batch
+            self.metric.update(batch[0])  # does not keep the value of this batch
             if self.global_step:
                 self.log("x", self.metric, on_step=True)
             return self.weight * batch[0].mean()
@@ -214,7 +214,7 @@ def test_validation_batch_value_is_not_logged_in_training(tmp_path):
 
 @pytest.mark.parametrize("step", [3, 4, 6])
 def test_a_resumed_run_keeps_them_apart(tmp_path, step):
-    """Of a checkpoint before, at and after the validation in the middle of an epoch of 8 steps."""
+    """The checkpoints are from before, at and after the validation in the middle of an epoch of 8 steps."""
     whole = fit(tmp_path, Shared(Total()), max_epochs=1, callbacks=[Saving(step, tmp_path / "saved")])
     resumed = fit(tmp_path / "again", Shared(Total()), max_epochs=1, resume=tmp_path / "saved")
     assert resumed == [(at, row) for at, row in whole if at > step]

@@ -1,4 +1,4 @@
-"""What is logged on several processes: one value, the same on all, of whatever any of them has seen."""
+"""Values logged on several processes: one value over the batches of all ranks, equal on every rank."""
 
 import copy
 import logging
@@ -21,7 +21,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
 class Logs(lumen.TaskModule):
-    """Calls functions of the task and the batch in training and validation steps; each names its metrics."""
+    """Task that calls functions with the task and the batch in training and validation steps; each logs metrics."""
 
     def __init__(self, in_training=None, in_validation=None, at_end=None, **metrics):
         super().__init__()
@@ -132,7 +132,7 @@ def log_steps(folder, strategy, accumulate):
 
     def step(task, batch):
         task.log("x", batch.mean(), on_step=True, on_epoch=True)
-        if int(batch[0]) % 4 == 2:  # of some micro-batches only
+        if int(batch[0]) % 4 == 2:  # logged for some micro-batches only
             task.log("rare", batch.mean() / 3)
 
     trainer = quiet_trainer(
@@ -191,7 +191,7 @@ def test_reading_values_early_keeps_epoch_result(group, tmp_path):
 
 
 def told(function):
-    """What a function returns, and the warnings that Lumen logs meanwhile."""
+    """Return the result of a function and the warnings that Lumen logs meanwhile."""
     messages = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -203,7 +203,7 @@ def told(function):
 
 
 class Keeps(Logs):
-    """Keeps what the steps were given, as code does that was written for one process."""
+    """Task that keeps its inputs, like code for a single process."""
 
     def __init__(self, at_end, **metrics):
         super().__init__(in_validation=lambda task, batch: task.kept.append(batch), at_end=at_end, **metrics)
@@ -250,7 +250,7 @@ def test_rank_value_logged_as_global_warns_once(group, tmp_path):
             assert message.startswith("on_validation_epoch_end logs 'x' as one number per process"), name
             assert 'reduce_fx="sum"' in message
             assert "all_gather" in message
-        assert found["count"][0] == {"x": 5.0}  # as before; who reads the warning gets 10 below
+        assert found["count"][0] == {"x": 5.0}  # unchanged; the fix that the warning proposes gives 10 below
 
 
 def log_of_own_samples_in_other_stages(folder):
@@ -279,7 +279,7 @@ def log_of_own_samples_in_other_stages(folder):
 
 
 def test_rank_value_logged_as_global_warns_in_stages(group, tmp_path):
-    """In training and in a test."""
+    """The task logs the value in training and in a test."""
     for messages in group(2).run(log_of_own_samples_in_other_stages, tmp_path):
         training, test = messages
         assert training.startswith("on_train_epoch_end logs 'of_training' as one number per process (5, 5)")
@@ -305,7 +305,7 @@ def test_rank_values_with_explicit_reduction_are_exact(group, tmp_path):
 
 
 class Counting(Logs):
-    """A task whose mean loss over the items of its samples is logged, and also summed by hand as a DDP loop does it."""
+    """Task that logs its mean loss over the items of its samples, and also sums it by hand like a DDP loop."""
 
     def on_validation_epoch_start(self):
         self.sums = torch.zeros(2, dtype=torch.float64)
@@ -375,7 +375,7 @@ def test_on_one_process_nothing_is_doubted(tmp_path):
 
 
 def test_step_name_is_refused_in_epoch_hooks(tmp_path):
-    """Its mean would be that of the samples and of one number beside them."""
+    """The mean would mix the values of samples with one number of a hook."""
     task = Keeps(lambda task: task.log("x", task.all.mean()))
     task.in_validation = lambda task, batch: task.kept.append(batch) or task.log("x", batch.mean())
     with pytest.raises(ConfigError, match=r"self.log\('x'\) was called with .*hook='on_validation_epoch_end'.* after"):
@@ -406,7 +406,7 @@ def test_early_stopping_decides_alike_on_all_ranks(group, tmp_path):
 def test_min_steps_delays_early_stopping_on_all_ranks(group, tmp_path):
     first, second = group(2).run(stop_early, tmp_path, 5)
     assert first == second
-    assert first[:2] == (2, 5)  # two steps an epoch: in the middle of the third one
+    assert first[:2] == (2, 5)  # two steps an epoch: the run stops in the middle of the third one
 
 
 class Plateau(Regression):
@@ -434,7 +434,7 @@ def test_plateau_schedule_of_step_values_equals_single_process(group, tmp_path):
 
 
 class Weighted(Metric):
-    """States that are merged in every way that torchmetrics has."""
+    """Metric with states of every reduction that torchmetrics has."""
 
     full_state_update = False
 
@@ -602,11 +602,11 @@ def test_metric_computed_in_a_step_is_local(group, tmp_path):
     assert group(2).run(compute_within_a_step, tmp_path) == [expected] * 2
 
 
-# ---------------------------------------------------------------------- stand-ins
+# ---------------------------------------------------------------------- dummy batches
 
 
 class Watched(Logs):
-    """Counts its forwards in a buffer and beside it, and its batches in a hook."""
+    """Task that counts its forwards in a buffer and in an attribute, and its batches in a hook."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -640,7 +640,7 @@ def stand_in(folder, count):
             return super().compute().sum()
 
     strategy = lumen.DDP()
-    strategy.has_collectives_in = lambda part: True  # as where a forward of an evaluation does
+    strategy.has_collectives_in = lambda part: True  # equal to the case with a forward in an evaluation
     task = Watched(in_validation=step, kept=Sum())
     values = evaluate(folder, task, count, strategy=strategy)
     forwards, counted = task.forwards, int(task.counted)
@@ -655,7 +655,7 @@ def test_dummy_batches_run_forward_but_count_nowhere(group, tmp_path, world, cou
         assert values == {"x_epoch": (count - 1) / 2, "count": count, "kept": sum(range(count))}
         assert batches == list(range(rank, count, world))
         assert counted == len(batches)
-        assert forwards == -(-count // world)  # the same on every rank
+        assert forwards == -(-count // world)  # equal on every rank
         assert predicted == list(range(count))
 
 
@@ -707,7 +707,7 @@ def test_all_gather_stacks_the_tensors_of_all_ranks(group, tmp_path):
 
 
 class Communicating(Logs):
-    """A task that makes the collectives of a tutorial in a hook: by the strategy, and by torch itself."""
+    """Task with the collectives of a tutorial in a hook: by the strategy, and by torch itself."""
 
     def on_train_epoch_end(self):
         strategy, first = self.trainer.strategy, rank() == 0
@@ -760,7 +760,7 @@ def gather_with_gradients(folder):
 
 def test_all_gather_lets_gradients_flow_back_if_asked(group, tmp_path):
     first, second = group(2).run(gather_with_gradients, tmp_path)
-    assert first == ([3.0, 6.0], True)  # each rank's loss weighs rank 0's row by (1, 2), times 1 and 2
+    assert first == ([3.0, 6.0], True)  # the loss of rank r weighs row 0 by (1, 2), times 1 and 2
     assert second == ([18.0, 24.0], True)
 
 
@@ -797,7 +797,7 @@ def test_print_prints_on_rank_0_only(group, tmp_path):
     assert group(2).run(print_on_all_ranks, tmp_path) == [["once"], []]
 
 
-# ---------------------------------------------------------------------- what each rank has seen
+# ---------------------------------------------------------------------- batches of each rank
 
 
 def log_by_rank(task, values):

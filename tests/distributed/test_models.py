@@ -1,4 +1,4 @@
-"""Examples on several processes: two train what one does, in float64."""
+"""Examples on several processes: two processes train exactly like one, in float64."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_two_processes_train_what_one_does(group, tmp_path, train_it, batch_size
 
 
 def train_adapter(folder, strategy):
-    """Train `lora_gpt2` and return what it has written for peft."""
+    """Train `lora_gpt2` and return the files written for peft."""
     config = {"vocab_size": 256, "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2}
     torch.manual_seed(0)
     task = LoraAnswers(config, rank=2, warmup_steps=2)
@@ -67,7 +67,7 @@ def test_two_processes_write_the_adapter_of_one(group, tmp_path):
 
 
 class Own(Answers):
-    """A part of what follows from the training: each process asks for itself."""
+    """Argument that is computed by each process from the training."""
 
     shards_itself = True
 

@@ -1,4 +1,4 @@
-"""Several optimizers as one train like a loop that steps each of them, and nothing that holds an optimizer notices."""
+"""Several optimizers as one: training equals a loop that steps each of them, and users of the optimizer see one."""
 
 import pytest
 from torch.distributed.tensor import DTensor
@@ -11,7 +11,7 @@ from tests.helpers.tasks import Saving, bare_trainer, loader
 
 
 class SaveAtOnce(lumen.Callback):
-    """Saves what was loaded, and sees whether the optimizers' state is cut up."""
+    """Callback that saves the loaded state and records whether the optimizers' state is sharded."""
 
     def __init__(self, path):
         self.path = path
@@ -32,7 +32,7 @@ def write(root, strategy, processes):
 
 
 def read(root, source, strategy):
-    """Load a checkpoint, save what was loaded, and go on for a step."""
+    """Load a checkpoint, save the loaded state, and train one more step."""
     saving = SaveAtOnce(root / f"{source}-read-by-{strategy}")
     trainer = bare_trainer(
         root, strategy=strategy, global_batch_size=8, max_steps=4, resume=root / source, callbacks=saving

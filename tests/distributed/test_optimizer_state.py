@@ -1,4 +1,4 @@
-"""Whatever an optimizer keeps, and wherever, a resumed run has it; what a hook adds to it is trained and saved."""
+"""State of any optimizer: a resumed run restores it, and parameters that a hook adds are trained and saved."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_so_they_are_on_two_processes(group, tmp_path, strategy):
 
 
 class Growing(Regression):
-    """Gets a new branch in the second epoch."""
+    """Task that adds a branch in the second epoch."""
 
     def __init__(self):
         super().__init__(dtype=torch.float64)
@@ -75,7 +75,7 @@ def refuse_growth(folder):
 
 
 class InTheStep(Finetuning):
-    """Unfreezes in the middle of a step."""
+    """Task that unfreezes parameters in the middle of a step."""
 
     def on_train_epoch_start(self):
         pass
@@ -115,7 +115,7 @@ def resume_own(folder, kind, strategy):
 
 @pytest.mark.parametrize("kind", [OwnStateDict, Attributes])
 def test_sharded_custom_optimizer_state_resumes_unsharded(group, tmp_path, kind):
-    """The other way round, tensors that belong to no parameter are refused."""
+    """Tensors that belong to no parameter are refused in the other direction."""
     group(2).run(write_own, tmp_path, kind)
     train_own(tmp_path, kind, "auto", 9)
     ours = state_of(train_own(tmp_path / "whole", kind, "auto", 9))

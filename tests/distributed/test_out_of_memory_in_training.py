@@ -1,4 +1,4 @@
-"""One process has less memory than the others: the step is the same, and all know what fits."""
+"""Less memory on one process: the step is unchanged, and all ranks learn the max samples."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ KINDS = {"plain": Cramped, "weighed": Weighed, "weighed before": WeighedBefore}
 
 
 def train(folder, kind, fits, where, strategy="auto", batch_size=8, **options):
-    """Weights, what is known to fit, and sizes of batches that were tried, after two epochs of 50 samples in 32s."""
+    """Return weights, max samples and the sizes of tried batches after two epochs of 50 samples in batches of 32."""
     strategy = DDP(find_unused_parameters=True) if strategy == "find unused" else strategy
     task = KINDS[kind](fits, where, ranks=(1,))
     task = task if options.get("precision", "fp64") == "fp64" else task.float()
@@ -26,7 +26,7 @@ def train(folder, kind, fits, where, strategy="auto", batch_size=8, **options):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("kind", "strategy"), [(kind, "auto") for kind in KINDS] + [("plain", "find unused")])
 def test_halved_batches_make_the_same_step(group, tmp_path, where, kind, strategy):
-    """18 samples are left for the second step: the first process has two batches of it, the other one."""
+    """The second step has 18 samples in three batches: two on the first process, one on the second."""
     whole = group(2).run(train, tmp_path, kind, 10**6, where, strategy)
     halved = group(2).run(train, tmp_path, kind, 3, where, strategy)
     for (expected, _, _), (found, fits, _) in zip(whole, halved, strict=True):
@@ -34,12 +34,12 @@ def test_halved_batches_make_the_same_step(group, tmp_path, where, kind, strateg
         assert fits == 2
     assert torch.equal(halved[0][0], halved[1][0])
     first, second = (sizes for _, _, sizes in halved)
-    assert first == [8, 8, *[2] * 5, *[2] * 8, *[2] * 5]  # of the second step a batch of 8 and the one of 2
+    assert first == [8, 8, *[2] * 5, *[2] * 8, *[2] * 5]  # in the second step, a batch of 8 and one of 2
     assert second == [8, 4, *[2] * 8, *[2] * 4, *[2] * 8, *[2] * 4]
 
 
 def test_a_gradient_scaler_sees_the_same_step(group, tmp_path):
-    """The first guess of a sum of weights is agreed on, once, by the process that fails too."""
+    """All ranks agree once on the first guess of the sum of weights, the failing process too."""
     whole, halved = (
         group(2).run(train, tmp_path, "weighed", fits, "backward", precision="fp16") for fits in (10**6, 3)
     )
@@ -55,7 +55,7 @@ def test_halving_is_exact_while_memory_suffices(group, tmp_path):
 
 
 class Forgetting(Cramped):
-    """Leaves out a layer."""
+    """Task that skips a layer."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def test_unused_parameter_is_still_an_error(group, tmp_path):
 
 
 def refuse(folder):
-    """Sizes of the batches that the task gets under FSDP, in training and in an evaluation."""
+    """Return the sizes of batches that the task gets under FSDP, in training and in an evaluation."""
     task = Cramped()
     for stage in ("fit", "validate"):
         trainer = bare_trainer(folder, strategy=FSDP(), halve_on_oom=True, max_steps=1, precision="fp64")

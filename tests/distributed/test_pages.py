@@ -1,4 +1,4 @@
-"""What the pages for contributors say of the code is so."""
+"""Pages for contributors: their statements match the code."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from tests.helpers.pages import COLLECTIVE, rows
 
 
 def count_documented(method, table):
-    """Count the collectives of each kind that a row of the table names, directly or by the names of other rows."""
+    """Return how many collectives of each kind a row of the table states, itself or by the names of other rows."""
     found = Counter({kind: int(times) for times, kind in re.findall(r"(\d) (\w+)", table[method])})
     for other in re.findall(r"`(\w+)`", table[method]):
         found += count_documented(other, table)
@@ -26,7 +26,7 @@ def test_methods_use_the_documented_collectives(group):
 
 
 def count_collectives():
-    """The collectives that each method of the processes makes, in torch's own record."""
+    """Return the collectives that each method of Processes makes, from torch's own record."""
     processes = Processes.find()
     processes.connect(torch.device("cpu"))
     calls = {

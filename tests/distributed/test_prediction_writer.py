@@ -1,4 +1,4 @@
-"""Predictions of several processes are written by each, and nowhere gathered."""
+"""Predictions of several processes: each process writes its own, and no process gathers them."""
 
 import pytest
 

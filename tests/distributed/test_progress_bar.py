@@ -1,4 +1,4 @@
-"""ProgressBar: the right numbers, on any terminal and without one, and a terminal left as it was."""
+"""ProgressBar: correct numbers on every terminal and without one, and the terminal restored."""
 
 from __future__ import annotations
 

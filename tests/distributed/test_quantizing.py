@@ -1,4 +1,4 @@
-"""Quantization-aware training on several processes is that of one, and goes on to the bit."""
+"""Quantization-aware training on several processes: equal to one process, and resumed bitwise."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_quantized_training_equals_single_process_and_resumes_exactly(group, tmp
     options = {"strategy": strategy, "global_batch_size": 4}
     whole = group(2).run(train, tmp_path / "whole", None, options)
     for each in whole:
-        assert_equal(each, quantized(tmp_path / "alone"), 1e-6)  # torchao knows no float64
+        assert_equal(each, quantized(tmp_path / "alone"), 1e-6)  # torchao does not support float64
     group(2).run(train, tmp_path / "parts", 3, options)
     for one, other in zip(group(2).run(train, tmp_path / "parts", None, options), whole, strict=True):
         assert_equal(one, other, 0.0)

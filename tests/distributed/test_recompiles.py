@@ -1,4 +1,4 @@
-"""Compiled runs on several processes: every one compiles in its first steps, and then no more."""
+"""Compiled runs on several processes: each process compiles in its first steps only."""
 
 import warnings
 
@@ -11,7 +11,7 @@ BLOCKS = {"blocks": ["Block"]}
 
 
 def compiled(folder, strategy, setting):
-    for message in ("The .grad attribute of a Tensor", ".torch.jit"):  # of torch's own code, when it compiles
+    for message in ("The .grad attribute of a Tensor", ".torch.jit"):  # torch's own code warns when it compiles
         warnings.filterwarnings("ignore", message)
     callbacks = [lumen.EMA(0.9)]
     options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "strategy": strategy}

@@ -1,4 +1,4 @@
-"""The record that every run directory has, metrics.csv and system.csv: what it costs, what is in it, and when."""
+"""Records of every run directory, metrics.csv and system.csv: their cost, their rows, and when rows are written."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""Runs that go on: from where, into which directory, and what stands in the way."""
+"""Resumed runs: their checkpoint, their directory, and the reasons for a refusal."""
 
 from tests.helpers.resume import fit_expanded
 

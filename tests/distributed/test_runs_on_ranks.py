@@ -1,4 +1,4 @@
-"""A run on several processes leaves one record, decides alike on every rank, and goes on exactly."""
+"""Runs on several processes: one record, equal decisions on every rank, and an exact resume."""
 
 import errno
 import io
@@ -33,7 +33,7 @@ F64 = torch.float64
 
 
 class Full(Regression):
-    """Everything that a checkpoint holds: dropout, buffers, epoch means, metrics, schedulers."""
+    """Task with everything that a checkpoint holds: dropout, buffers, epoch means, metrics, schedulers."""
 
     def __init__(self, norm=True):
         super().__init__(dropout=0.2, dtype=F64)
@@ -93,7 +93,7 @@ def fit_and_tell(tmp_path):
 
 
 def process_state():
-    """What a run must leave as it was."""
+    """Return the state of the process that a run must not change."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     return dict(os.environ), handlers, list(logging.getLogger("lumen").handlers)
 
@@ -220,7 +220,7 @@ class Prepared(lumen.DataModule):
             raise DataError("the download is broken")
 
     def setup(self, stage):
-        assert len(list(self.folder.glob("prepared-*"))) == 1  # nobody is here before it is done
+        assert len(list(self.folder.glob("prepared-*"))) == 1  # no rank is here before it is done
         self.drawn = torch.rand(3).tolist()
 
     def train_dataloader(self):
@@ -253,7 +253,7 @@ def test_sync_batchnorm_needs_cuda(group, tmp_path):
     options = {"strategy": "ddp", "sync_batchnorm": True, "max_steps": 1}
     for message in group(2).run(refusal, ConfigError, bare_trainer, tmp_path, **options):
         assert "2 processes run on the CPU" in message
-    bare_trainer(tmp_path, sync_batchnorm=True, max_steps=1).fit(Full(), data())  # one process has nothing to share
+    bare_trainer(tmp_path, sync_batchnorm=True, max_steps=1).fit(Full(), data())  # one process has no values to share
 
 
 @pytest.mark.parametrize("url", [False, True])
@@ -286,7 +286,7 @@ def begin_with(tmp_path, path):
 
 
 class Slow(Regression):
-    """Every rank has its own pace."""
+    """Task that makes every rank slow in a different way."""
 
     def training_step(self, batch):
         time.sleep(0.01 + 0.02 * self.trainer.global_rank)
@@ -340,7 +340,7 @@ def stop_rank_one(tmp_path):
 
 
 class Announcing(lumen.Callback):
-    """Rank 1 announces something. All hear of it, and look at it when it has been said once more."""
+    """Callback that announces a flag on rank 1. All ranks read the flag after the second announcement."""
 
     def on_train_start(self, trainer, task):
         vote, self.heard = StopVote(trainer.processes), []
@@ -348,7 +348,7 @@ class Announcing(lumen.Callback):
         for beat in range(1, 7):
             vote.poll_when_due()
             self.heard.append(vote.save_ended)
-            if beat == 3:  # it asks at every second one
+            if beat == 3:  # it asks at every second step
                 vote.acknowledge_save()
 
 
@@ -363,7 +363,7 @@ def announce(tmp_path, kind=Announcing):
 
 
 class Signalled(lumen.Callback):
-    """Rank 1 gets a signal in a step that takes longer than the time between two looks, or in the first of others."""
+    """Callback that sends a signal to rank 1 in a step longer than the time between votes, or in a first step."""
 
     def on_train_start(self, trainer, task):
         slow, changing = StopVote(trainer.processes), StopVote(trainer.processes)
@@ -400,7 +400,7 @@ def test_resumed_run_equals_uninterrupted_run(group, tmp_path, strategy):
 
 
 def undisturbed_and_resumed(tmp_path, strategy):
-    """In the middle of an epoch, with another save in between; the last step of each is saved."""
+    """Return an uninterrupted run and a run resumed in the middle of an epoch, each with its last step saved."""
     records = []
     for name, parts in (("a", [19]), ("b", [5, 8, 19])):
         for steps in parts:
@@ -426,7 +426,7 @@ def test_any_strategy_reads_what_any_other_has_written(group, tmp_path):
 
 
 def copy(tmp_path, source, name, strategy):
-    """Load a checkpoint and save what was loaded."""
+    """Load a checkpoint and save the loaded state."""
     saving = lumen.LambdaCallback(on_fit_start=lambda trainer, _: trainer.save_checkpoint(tmp_path / name))
     options = {"strategy": strategy, "max_steps": 5, "resume": tmp_path / source, "callbacks": saving}
     quiet_trainer(tmp_path, **options).fit(Full(), data())
@@ -460,7 +460,7 @@ def test_failed_save_on_writer_raises_on_all_ranks(group, tmp_path, strategy):
 
 
 class FailedSaves(lumen.Callback):
-    """Saves while the disk refuses the k-th file."""
+    """Callback that saves while the disk refuses the k-th file."""
 
     def __init__(self, path):
         self.path, self.messages = path, []
@@ -522,7 +522,7 @@ def test_throughput_covers_all_ranks_and_each_has_trace(group, tmp_path):
 
 
 def measured(folder, strategy, options):
-    """What an optimizer step has of samples, micro-batches and operations; None where nothing is recorded."""
+    """Return the samples, micro-batches and operations of an optimizer step; None if the run records nothing."""
     trainer = quiet_trainer(
         folder, strategy=strategy, profiler=lumen.TorchProfiler(wait=1, warmup=1, active=1),
         callbacks=lumen.ThroughputMonitor(measure_flops=True), **options,
@@ -553,7 +553,7 @@ def summarized(tmp_path, strategy):
 
 
 def test_larger_step_from_more_ranks_is_reported(group, tmp_path):
-    """Not if `global_batch_size` is set."""
+    """The run reports no such step if `global_batch_size` is set."""
     for name, options in {"by processes": {}, "set": {"global_batch_size": 8}}.items():
         quiet_trainer(tmp_path / name, max_steps=2, **options).fit(Regression(), loader(batch_size=4))
         group(2).run(go_on, tmp_path / name, options)
@@ -590,7 +590,7 @@ def grow(folder, more, on_rank_one):
 
 
 class Asking(lumen.Callback):
-    """Has the ranks agree at the end of the first step."""
+    """Callback with a collective at the end of the first step."""
 
     def on_step_end(self, trainer, task):
         trainer.request_stop_vote()

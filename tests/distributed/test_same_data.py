@@ -1,4 +1,4 @@
-"""Ranks that hold different data are refused before the first step: splits, shuffles and shards of the user's own."""
+"""Data that differs between ranks is refused before the first step: splits, shuffles and shards of the user."""
 
 import os
 import random
@@ -32,7 +32,7 @@ NAMES = [f"class_{number}" for number in range(10)]
 
 
 class Kept(Dataset):
-    """Numbers from 0, beside an attribute of any kind."""
+    """Data set of numbers from 0, with one other attribute of any kind."""
 
     def __init__(self, kept, samples=SAMPLES):
         self.kept, self.samples = kept, samples
@@ -51,7 +51,7 @@ class Record:
 
 
 class Shards(IterableDataset):
-    """A stream whose first sample does not show that its shards come in another order."""
+    """Stream whose first sample does not reveal that its shards are in a different order."""
 
     def __init__(self, names):
         self.names = names
@@ -61,7 +61,7 @@ class Shards(IterableDataset):
 
 
 class Sum(lumen.TaskModule):
-    """The least task that trains and evaluates on anything a loader gives."""
+    """Minimal task that trains and evaluates on any batch."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class Sum(lumen.TaskModule):
 
 
 def drawn(rank):
-    """A generator that draws other numbers on each rank, as an unseeded one does."""
+    """Return a generator with different numbers on each rank, like an unseeded one."""
     return random.Random(rank)
 
 
@@ -107,7 +107,7 @@ def hugging_face():
     return HuggingFaceSet.from_dict({"x": list(range(SAMPLES))}).with_format("torch")
 
 
-#: What each rank reads, by what made it differ, and where it is found.
+#: Data of each rank, by the cause of the difference, and where Lumen finds the difference.
 DIFFERENT = {
     "random_split": (lambda rank: split(rank), "dataset.indices"),
     "a permutation of indices": (lambda rank: Kept(torch.randperm(SAMPLES)), "dataset.kept"),
@@ -191,12 +191,12 @@ def test_data_of_each_loader_is_compared(group, tmp_path):
 
 
 def fit_on_equal_data(tmp_path):
-    """The same samples on both ranks, beside what may differ between them."""
+    """Train on the same samples on both ranks; other attributes may differ."""
     rank = dist.get_rank()
     files = Kept([f"/scratch/{rank}/{name}.png" for name in NAMES])
     files.rank, files.device, files.generator = rank, torch.device("cpu"), drawn(rank)
     files.model, files.library = torch.nn.Linear(2, 2), os
-    files.paths = {name: name for name in shuffled(NAMES, rank)}  # A lookup table has no order.
+    files.paths = {name: name for name in shuffled(NAMES, rank)}  # a lookup table has no order
     files.settings = {"rank": rank, "world_size": 2}
     files.devices = ["cuda:0", "cuda:1"][:: 1 - 2 * rank]
     files.cache = [torch.ones(2) if index % 2 == rank else None for index in range(SAMPLES)]
@@ -212,7 +212,7 @@ class Unreadable(list):
 
 
 def outcome_of_fit(tmp_path, data):
-    """The error of a fit, and the warnings of data that differs."""
+    """Return the error of a fit, and its warnings about data that differs."""
     messages = []
     lumen.console.logger.addFilter(keep := lambda record: messages.append(record.getMessage()) or True)
     try:
@@ -223,7 +223,7 @@ def outcome_of_fit(tmp_path, data):
 
 
 def test_what_differs_next_to_equal_samples_is_allowed(group, tmp_path):
-    """Folders, caches, settings, devices and lookup tables, which ranks of real programs have of their own."""
+    """Ranks of real programs differ in folders, caches, settings, devices and lookup tables."""
     assert group(2).run(fit_on_equal_data, tmp_path) == [(None, []), (None, [])]
 
 

@@ -1,4 +1,4 @@
-"""`seed_everything` chooses the seed of the runs of its process, as the option of the command line does."""
+"""`seed_everything` sets the seed of all runs of its process, like the option of the command line."""
 
 import torch.distributed as dist
 
@@ -12,7 +12,7 @@ def fit_with_a_seed_on_rank_0(path):
     try:
         return order(trainer_of(path, devices=2))[0]
     finally:
-        lumen.random._chosen_seed = None  # these processes run other tests
+        lumen.random._chosen_seed = None  # these processes run other tests too
 
 
 def test_several_processes_take_that_of_rank_0(group, tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write: each its share, all of it or nothing."""
+"""Checkpoints of several processes: each process writes its share, and a save is complete or leaves nothing."""
 
 import ctypes
 import errno
@@ -41,7 +41,7 @@ def connected():
 
 
 def placed(tensor, layout):
-    """A tensor that all processes have, as `layout` has it: cut up as torch.chunk does, the last parts may be empty."""
+    """Return the shard of a tensor in a `layout`: shards follow torch.chunk, so the last ones may be empty."""
     if layout == "plain":
         return tensor
     world = torch.distributed.get_world_size()
@@ -66,7 +66,7 @@ _meshes = {}
 
 
 def kinds():
-    """Tensors of every kind by name, the same ones on every process."""
+    """Return tensors of every kind by name, equal on every process."""
     torch.manual_seed(0)
     found = {f"{dtype}": tensor_of(dtype, (5, 3)) for dtype in DTYPES}
     found |= {
@@ -84,7 +84,7 @@ def kinds():
 
 
 def written_by(path, rank, section="*"):
-    """What the files of one process hold, by section and name."""
+    """Return the contents of the files of one process, by section and name."""
     found = {}
     for file in sorted(path.glob(f"{section}/{rank:05d}-*.safetensors")):
         with safe_open(file, "pt") as tensors:
@@ -96,7 +96,7 @@ def nbytes(tensors):
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-# ---------------------------------------------------------------------- who writes what
+# ---------------------------------------------------------------------- files of each process
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_every_tensor_layout_is_saved_once_and_exactly(group, tmp_path, world, l
     pieces = {"plain": 1, "copied": 1, "rows": min(world, 3)}.get(layout, 2)
     assert all(writers(name) == pieces for name in ("torch.float32", "torch.bfloat16", "transposed"))
     assert all(writers(name) == 1 for name in ("scalar", "none", "columnless"))
-    assert writers("two rows") == min(pieces, 2)  # the others have nothing of it
+    assert writers("two rows") == min(pieces, 2)  # the other processes have none of it
     if layout in ("plain", "copied"):
         assert all(abs(nbytes(share) - total / world) < 100 for share in shares)
     if layout == "hybrid":
@@ -153,7 +153,7 @@ def save_many(path):
 
 
 class Mixed(Regression):
-    """Parameters that FSDP cuts up unevenly, tied and frozen ones, buffers, averages, and metrics of each process."""
+    """Task with unevenly sharded, tied and frozen parameters, buffers, averages, and metrics of each process."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +221,7 @@ def test_all_ranks_save_their_part_of_run(group, tmp_path, strategy):
 
 
 def train_and_save(tmp_path, strategy):
-    """The bytes of everything, whole."""
+    """Return the bytes of all unsharded tensors."""
     saving, told = Saving(3, tmp_path / "step-3"), {}
 
     def look(trainer, task):
@@ -239,18 +239,18 @@ def train_and_save(tmp_path, strategy):
     return told
 
 
-# ---------------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------------- costs
 
 
 @pytest.mark.parametrize("layout", ["plain", "rows"])
 def test_saving_holds_at_most_one_shard_more(group, tmp_path, layout):
     grown = group(2).run(save_large, tmp_path / "step-1", layout)
-    assert max(grown) < (8 if layout == "plain" else 4) + 4  # the largest part is copied, because it is not contiguous
+    assert max(grown) < (8 if layout == "plain" else 4) + 4  # the largest shard is copied because it is not contiguous
 
 
 def save_large(path, layout):
-    """MiB at the peak of a save beyond the tensors; each process has also its own ones."""
-    ctypes.CDLL(None).mallopt(-3, 1_000_000)  # M_MMAP_THRESHOLD: what is freed is given back
+    """Return the peak of a save in MiB beyond the tensors; each process also has tensors that the others lack."""
+    ctypes.CDLL(None).mallopt(-3, 1_000_000)  # M_MMAP_THRESHOLD: freed memory is returned to the system
     processes = connected()
     tensors = {f"t{k}": placed(torch.ones(1024, 2048), layout) for k in range(8)}
     if layout == "plain":
@@ -262,7 +262,7 @@ def save_large(path, layout):
     sections = {"model": tensors}
     sections["extra"] = {f"ranks[{processes.rank}].{k}": torch.ones(MIB) for k in range(16)}
     write_checkpoint(path.with_name("step-0"), {"model": {"w": torch.ones(3, 2).T}}, {}, info={}, processes=processes)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
     start = memory_mib("VmRSS")
     write_checkpoint(path, sections, {}, info={}, processes=processes)
     return memory_mib("VmHWM") - start
@@ -283,13 +283,13 @@ def small_files(folder):
 
 @contextmanager
 def removed(folder):
-    """Somebody removes what is being written."""
+    """Remove the draft during the save, like another user."""
     fsync = os.fsync
 
     def removing(descriptor):
         fsync(descriptor)
         for temporary in folder.glob("*.tmp-*"):
-            while temporary.exists():  # the other process may write into it, or be removing it too
+            while temporary.exists():  # the other process may be writing into it or removing it too
                 shutil.rmtree(temporary, ignore_errors=True)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -299,7 +299,7 @@ def removed(folder):
 
 @contextmanager
 def refused(folder):
-    """The system refuses as it does a user who has no right to write; root has all."""
+    """Make the system refuse writes, as for a user without permission; root has every permission."""
 
     def refusing(path, *args, **options):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -333,7 +333,7 @@ def save_in_vain(folder, harm, ranks):
     harmed = HARMS[harm][0](folder) if processes.rank in ranks else nullcontext()
     with harmed, pytest.raises(CheckpointError) as caught:
         save(folder / "step-2", tensors, processes)
-    save(folder / "step-3", tensors, processes)  # and the processes still understand each other
+    save(folder / "step-3", tensors, processes)  # the collectives of the processes still match
     processes.barrier()
     if processes.rank == 0:
         Checkpoint.open(folder / "step-3")
@@ -402,7 +402,7 @@ def test_differently_sharded_tensor_raises_before_saving(group, tmp_path):
 
 
 def save_with_a_gap(path):
-    """The process that holds the second half takes it for a copy of the whole."""
+    """Save while the process with the second half takes it for a copy of the unsharded tensor."""
     processes = connected()
     tensors = {"w": placed(torch.arange(8.0).reshape(4, 2), "copied" if processes.rank else "rows")}
     with pytest.raises(CheckpointError) as caught:
@@ -457,7 +457,7 @@ def test_non_finite_parameters_on_one_rank_prevent_saving(group, tmp_path):
 
 
 def save_nan(tmp_path, strategy):
-    """Broken on the process that holds the last row, or on both."""
+    """Save NaN on the process that holds the last row, or on both."""
 
     def harm(trainer, task):
         if trainer.global_step == 2:
@@ -476,11 +476,11 @@ def save_nan(tmp_path, strategy):
     return messages[0]
 
 
-# ---------------------------------------------------------------------- what is not the same on all
+# ---------------------------------------------------------------------- values that differ between ranks
 
 
 class Counting(lumen.TaskModule):
-    """Every process writes something else into what no optimizer moves."""
+    """Task of which every process writes different values into a tensor that no optimizer moves."""
 
     def __init__(self):
         super().__init__()
@@ -510,7 +510,7 @@ def train_counting(folder):
 
 
 class Keeping(torch.optim.Optimizer):
-    """SGD that keeps something beside each parameter, made by `make` of it."""
+    """SGD with one more state for each parameter, which `make` returns."""
 
     def __init__(self, parameters, make):
         super().__init__(parameters, {"lr": 0.01})
@@ -522,13 +522,13 @@ class Keeping(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["kept"] = self.make(parameter)
-            state["kept"] = state["kept"] + self.make(parameter.grad)  # torch 2.15: not in place, if it lies otherwise
+            state["kept"] = state["kept"] + self.make(parameter.grad)  # torch 2.15 needs a new tensor for a new layout
             change = 0.01 * (parameter.grad + self.reach(state["kept"], parameter))
             parameter -= change.redistribute(placements=parameter.placements) if is_sharded(change) else change
 
     def reach(self, kept, parameter):
         if self.make is ring or isinstance(parameter, DTensor) != isinstance(kept, DTensor):
-            return 0.0  # a bare part does not fit
+            return 0.0  # a plain shard does not fit
         return 1e-3 * (kept if kept.ndim == parameter.ndim else kept.unsqueeze(-1))
 
 

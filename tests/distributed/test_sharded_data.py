@@ -1,4 +1,4 @@
-"""Several ranks read the data of one: each sample once, in the same steps, whatever the loader."""
+"""Data of several ranks: together they read each sample of one loader once, in the same steps."""
 
 import random
 
@@ -33,7 +33,7 @@ SEED = 3
 
 
 class Augmented(Dataset):
-    """Draws from three libraries in each sample, and counts what it loads."""
+    """Data set that draws from three libraries in each sample, and counts loaded samples."""
 
     def __init__(self, samples):
         self.samples, self.loaded = samples, []
@@ -47,7 +47,7 @@ class Augmented(Dataset):
 
 
 class Sizes(Sampler):
-    """Batches of one, two, three, one, ... samples in random order."""
+    """Batch sampler with batches of one, two, three, one, ... samples in random order."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -61,7 +61,7 @@ class Sizes(Sampler):
 
 
 class Stream(IterableDataset):
-    """Samples that workers share, with noise."""
+    """Stream that workers split, with noise."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -78,7 +78,7 @@ def sampled(samples, **options):
 
 
 def parts(samples):
-    """Three loaders of different kinds and lengths."""
+    """Return three loaders of different kinds and lengths."""
     return {"few": sampled(samples), "many": DataLoader(Augmented(2 * samples), 2, shuffle=samples > 0),
             "stream": DataLoader(Buffered(samples + 3, 4), 3)}  # fmt: skip
 
@@ -120,13 +120,13 @@ LOADERS = INDEXED | STREAMS | COMBINED
 
 def lengths(kind):
     if "workers" in kind:
-        return [11]  # they take their time to start
+        return [11]  # starting workers takes time
     refuses_nothing = ("shuffled", "drop_last", "no batching", "max_size_cycle")
     return [1, 3, 11] if kind in refuses_nothing else [0, 1, 3, 11]
 
 
 def read_by(world, kind, samples, rounds=2, needs_dummies=False, epochs=(0, 1), **options):
-    """What each of several ranks is given: a list of epochs for each."""
+    """Return a list of epochs for each of several ranks."""
 
     def rank(ours):
         adapter = adapt_loader(LOADERS[kind](samples), SEED, rounds * world, rank_slice=ours)
@@ -153,7 +153,7 @@ CASES = [(kind, samples) for kind in LOADERS for samples in lengths(kind)]
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(("kind", "samples"), CASES)
 def test_ranks_together_read_the_batches_of_one_process(kind, samples, world):
-    """The same samples, augmented alike, under the same numbers; two epochs."""
+    """The samples, their augmentation and their numbers are equal over two epochs."""
     given = read_by(world, kind, samples)
     expected = read_by(1, kind, samples, rounds=2 * world)
     for epoch in range(2):
@@ -211,7 +211,7 @@ def test_global_batch_is_independent_of_world_size(caplog):
         assert (f"5 samples are 3 micro-batches for {world} processes" in caplog.text) == (world != 3)
 
 
-# ---------------------------------------------------------------------- what each rank loads
+# ---------------------------------------------------------------------- loaded samples of each rank
 
 
 @pytest.mark.parametrize("kind", [kind for kind in INDEXED if "workers" not in kind])
@@ -222,7 +222,7 @@ def test_a_rank_loads_its_own_samples_only(kind):
         return [micro.samples for step in steps for micro in step.micros], len(loader.dataset.loaded)
 
     for own, loaded in Ranks(3).run(rank):
-        assert sum(own) + sum(own[:1]) == loaded  # The first batch draws, so it is made again.
+        assert sum(own) + sum(own[:1]) == loaded  # The first batch draws random numbers, so Lumen makes it again.
 
 
 @pytest.mark.parametrize("mode", COMBINED)
@@ -231,7 +231,7 @@ def test_ranks_load_only_their_combined_batches(mode):
         loader = LOADERS[mode](11)
         read(adapt_loader(loader, SEED, 2 * ours.world_size, rank_slice=ours))
         counts = [len(loader.iterables[name].dataset.loaded) for name in ("few", "many")]
-        return [count - 2 for count in counts]  # The first batch of two draws, so it is made again.
+        return [count - 2 for count in counts]  # The first batch of two draws random numbers, so Lumen makes it again.
 
     few, many = loaded(RankSlice())
     ranks = Ranks(3).run(loaded)
@@ -239,11 +239,11 @@ def test_ranks_load_only_their_combined_batches(mode):
     assert max(counts[1] for counts in ranks) <= many / 3 + 2
 
 
-# ---------------------------------------------------------------------- going on with another number of ranks
+# ---------------------------------------------------------------------- resume on another number of ranks
 
 
 def going_on(kind, samples, worlds, limit=None):
-    """All batches of two epochs, each of whose steps is read by another number of ranks, and the rest by the last."""
+    """Return all batches of two epochs; another number of ranks reads each step, and the last one reads the rest."""
     position, given = Position(), []
     for epoch in range(2):
         position = Position(state=position.state)
@@ -276,7 +276,7 @@ def test_changed_world_size_resumes_with_remaining_batches(kind, samples, limit)
 
 
 class Ranked(DistributedSampler):
-    """A sampler of the user's own that gives each rank a part."""
+    """Sampler of the user that gives each rank a part."""
 
     def __iter__(self):
         return iter(list(super().__iter__())[::-1])
@@ -342,7 +342,7 @@ def test_random_sampler_is_equal_on_all_ranks():
 
 
 class Part(IterableDataset):
-    """A stream of which rank r has `counts[r]` samples of its own, 100 * r, 100 * r + 1, ...; with noise."""
+    """Stream with `counts[r]` samples on rank r: 100 * r, 100 * r + 1, ...; with noise."""
 
     def __init__(self, counts, rank, *, declared=True, noise=False):
         self.samples = counts[rank] if rank < len(counts) else 0
@@ -357,7 +357,7 @@ class Part(IterableDataset):
 
 
 class ResumablePart(Part):
-    """The same, which goes on where it stood, and knows how often it began."""
+    """Self-sharding stream that resumes from its state, and counts its passes."""
 
     def __init__(self, counts, rank, **options):
         super().__init__(counts, rank, **options)
@@ -379,7 +379,7 @@ class ResumablePart(Part):
 
 
 class PlacedPart(ResumablePart):
-    """The same, which stays at its end until it begins again."""
+    """Self-sharding stream whose state stays at the end until the next pass begins."""
 
     goes_on = False
 
@@ -396,7 +396,7 @@ class PlacedPart(ResumablePart):
 
 
 class Split(Part):
-    """As Hugging Face's `split_dataset_by_node` leaves it."""
+    """Stream like the result of Hugging Face's `split_dataset_by_node`."""
 
     def __init__(self, counts, rank):
         super().__init__(counts, rank, declared=False)
@@ -418,7 +418,7 @@ COUNTS = [[7, 7], [12, 1], [0, 9], [0, 0], [1, 0, 14], [3, 0, 0, 0], [2, 9, 4, 5
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_self_sharding_streams_are_read_to_their_ends(counts, rounds, needs_dummies):
-    """Each sample once; steps are full until the last one; ranks that ended earlier take part."""
+    """Each sample is read once; steps are full until the last one; ranks that end earlier take part."""
     world = len(counts)
 
     def rank(ours):
@@ -457,7 +457,7 @@ def test_limit_counts_batches_of_all_shards(kind, limit):
 
 
 def parts_fit(kind, counts, world, *, steps=None, position=None, epoch=0, limit=None, accumulate=None, sets=None):
-    """What the ranks are given of one epoch, and where they stand then, as rank 0 would save it."""
+    """Return the batches of the ranks in one epoch, and their state after it, as rank 0 would save the state."""
 
     def rank(ours):
         data = kind(counts, ours.rank, noise=True) if sets is None else sets[ours.rank]
@@ -507,7 +507,7 @@ def test_shard_without_state_rereads_its_batches(caplog):
 
 
 def test_sharded_stream_cannot_resume_with_other_world_size():
-    """Between epochs it can."""
+    """Between epochs, a resume is possible."""
     _, inside = parts_fit(Part, [4, 4], 2, steps=2)
     for world in (1, 3):
         with pytest.raises(DataError, match="which 2 processes read in parts, but now there are"):
@@ -612,7 +612,7 @@ def test_identical_shards_warn_once_per_rank(caplog):
             read(adapter) for adapter in [adapt_loader(DataLoader(Part([4, 4], 0), 1), SEED, 2, rank_slice=ours)] * 2
         ]
     )
-    assert caplog.text.count("every rank reads the same first batch") == 2  # one a rank
+    assert caplog.text.count("every rank reads the same first batch") == 2  # one sample per rank
     caplog.clear()
     Ranks(2).run(lambda ours: read(adapt_loader(DataLoader(Part([4, 4], ours.rank), 1), SEED, 2, rank_slice=ours)))
     assert "same first batch" not in caplog.text
@@ -633,7 +633,7 @@ def test_parts_among_several_training_loaders_are_an_error():
 
 
 class Kept(lumen.TaskModule):
-    """Keeps what it is given, under the numbers it is told."""
+    """Task that keeps its batches by their batch_idx."""
 
     def __init__(self):
         super().__init__()
@@ -659,7 +659,7 @@ def part(rank, world):
 
 
 def fit(folder, kind, options=None, samples=11):
-    """Train; what this process was given, and what came out."""
+    """Train; return the batches of this process and the results."""
     task, trainer = Kept(), bare_trainer(folder, **{"max_epochs": 2, "num_sanity_val_steps": 0} | (options or {}))
     rank, world = trainer.global_rank, trainer.world_size
     if kind == "parts":
@@ -675,7 +675,7 @@ def begin(folder, kind, steps, samples=11):
 
 
 def go_on(folder, kind, samples=11):
-    """Train the rest."""
+    """Resume and train the rest."""
     return fit(folder, kind, {"resume": folder / "step"}, samples)
 
 

@@ -1,4 +1,4 @@
-"""Spikes are those of the step over all processes: single, DDP and FSDP leave out, or go back behind, the same ones."""
+"""Spikes of steps over all processes: one process, DDP and FSDP skip, or roll back, the same steps."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 class Weighed(Regression):
-    """Weights that only the forward tells, other ones on each process."""
+    """Task whose forward returns the weights, different ones on each process."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch), 1.0 + batch_idx % 3

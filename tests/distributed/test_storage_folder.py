@@ -1,4 +1,4 @@
-"""Finding, setting aside and removing checkpoints in their folder."""
+"""Folder of checkpoints: find, set aside and remove them."""
 
 import pytest
 import torch

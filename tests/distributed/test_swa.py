@@ -1,4 +1,4 @@
-"""SWA on several processes: the mean of one, which goes on to the bit."""
+"""SWA on several processes: the mean of one process, which resumes bitwise."""
 
 import pytest
 from torch import nn
@@ -9,7 +9,7 @@ from tests.helpers.swa import Scheduled, average
 
 
 class Plain(Scheduled):
-    """Without batch norm, whose statistics are of each process's part."""
+    """Task without batch norm, whose statistics would differ between processes."""
 
     def __init__(self):
         super().__init__()

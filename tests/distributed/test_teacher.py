@@ -1,4 +1,4 @@
-"""A teacher on several processes: what one process computes, cut up with its student, and resumed anywhere."""
+"""Teacher on several processes: equal to one process, sharded with its student, and resumed anywhere."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ STRATEGIES = {
 
 
 def train(folder, strategy, max_steps=6, kind=Byol):
-    """The validation, and student and teacher."""
+    """Return the validation, and the parameters of student and teacher."""
     task = kind(decay=0.7, final_decay=1.0, steps=6)
     options = {"max_steps": max_steps, "resume": "auto", "strategy": STRATEGIES[strategy]()}
     trainer = quiet_trainer(folder, global_batch_size=12, val_check_interval=3, **options)
@@ -41,7 +41,7 @@ def test_several_processes_compute_what_one_does(group, tmp_path, strategy):
     found = group(2).run(train, tmp_path / "ranks", strategy)
     for each in found:
         close(each, alone)
-    if strategy != "ddp":  # each holds its part
+    if strategy != "ddp":  # each rank holds its shard
         assert sum(each[2] for each in found) == sum(p.numel() for p in Byol().teacher.parameters())
 
 

@@ -1,4 +1,4 @@
-"""When validation runs, what it gives, and that it leaves nothing else behind; test and predict likewise."""
+"""Validation: when it runs, its values, and its lack of side effects; test and predict too."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.helpers.validation import Cramped, full_loss
 
 
 class OwnNames(Regression):
-    """Gives each loader a name of its own, and one to both."""
+    """Task that gives each loader its own metric, and one metric to both."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx):
         loss = nn.functional.mse_loss(self(batch[0]), batch[1])
@@ -27,7 +27,7 @@ def validate_own_names(folder):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_values_of_one_loader_are_returned_only_there(group, tmp_path, world):
-    """Also where a process has no batch of the first."""
+    """A process may have no batch of the first loader."""
     task = OwnNames(dtype=torch.float64)
     a, b = full_loss(task, 5), full_loss(task, 50)
     joint = pytest.approx((5 * a + 50 * b) / 55, rel=1e-12)
@@ -44,7 +44,7 @@ def cramped(folder, method, fits):
 
 
 def test_halved_evaluation_batches_give_the_same_values(group, tmp_path):
-    """50 = 3 * 16 + 2: the second process halves one batch, and one fits."""
+    """50 = 3 * 16 + 2: the second process halves one batch, and its other batch fits."""
     full = full_loss(Cramped(50), 50)
     for values in group(2).run(cramped, tmp_path, "validate", 3):
         assert values == [{"val_loss": pytest.approx(full, rel=1e-12)}]

@@ -1,4 +1,4 @@
-"""What `lumen verify` finds on two processes: that they train as one does, or why they do not, and where."""
+"""`lumen verify` on two processes: confirms that they train like one, or names the reason and the place."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from tests.helpers.verified_tasks import Clean, Make, Within, observed, why
 
 
 def on_two(group, folder, make, strategy="ddp", **changes):
-    """What two processes have computed."""
+    """Return the results of two processes."""
     variant = Variant("two", 2, strategy, **changes)
     results = group(2).run(observed, folder, variant, make)
     return VariantResult(variant, folder / "two", [each.outcomes[0] for each in results], results[0].failure)

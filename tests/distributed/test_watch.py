@@ -1,4 +1,4 @@
-"""A process that gets no further says where it stands, also where no other one waits for it."""
+"""Hang watch: a process that makes no progress reports its location, even if no other process waits."""
 
 import math
 from pathlib import Path

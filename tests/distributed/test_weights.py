@@ -1,4 +1,4 @@
-"""What each micro-batch counts in its step, and what happens to a loss that is no number."""
+"""Weights of micro-batches in a step, and losses that are not finite."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, weights
 
 
 class Heavy(Regression):
-    """Weights come out of the forward; those of every second step may be others."""
+    """Task whose forward returns the weights; the weights of every second step may differ."""
 
     def __init__(self, even, odd):
         super().__init__()
@@ -28,7 +28,7 @@ def train_heavy(folder, even, odd, accumulate=2, **options):
 
 @pytest.mark.parametrize(("even", "odd", "skipped"), [(500, 500, 0), (1e6, 1e6, 0), (1e6, 1, 0), (1, 1e6, 1)])
 def test_fp16_uses_every_step_whatever_the_weights_are(tmp_path, caplog, group, even, odd, skipped):
-    """Where they rise, the first step that is so much larger than all before may overflow."""
+    """If weights rise, the first step that is much larger than all earlier ones may overflow."""
     caplog.set_level("INFO", "lumen")
     steps, ours = train_heavy(tmp_path, even, odd)
     assert 20 - skipped <= steps <= 20

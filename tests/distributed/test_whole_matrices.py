@@ -1,4 +1,4 @@
-"""Optimizers that see whole matrices under FSDP: the updates of one process, checkpoints that any strategy reads."""
+"""Unsharded matrices for optimizers under FSDP: updates equal one process, and any strategy reads the checkpoints."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ STRATEGIES = {
 
 
 def train(folder, strategy, kind, max_steps=8):
-    """Parameters, and whether the optimizer's state is cut up."""
+    """Return the parameters, and whether the optimizer's state is sharded."""
     task = Matrices(kind)
     options = {"max_steps": max_steps, "strategy": STRATEGIES[strategy](), "resume": "auto", "gradient_clip_val": 0.5}
     trainer = quiet_trainer(folder, global_batch_size=12, **options)
@@ -55,7 +55,7 @@ def test_several_processes_make_the_updates_of_one(group, tmp_path, kind):
             assert all(cut) == (strategy != "ddp")
         theirs, ours = contents(tmp_path / strategy), contents(tmp_path / "alone")
         assert theirs[0].keys() == ours[0].keys()
-        assert theirs[1] == ours[1]  # counters and options too
+        assert theirs[1] == ours[1]  # including counters and options
         for name, each in ours[0].items():
             torch.testing.assert_close(theirs[0][name], each, rtol=0, atol=1e-9)
 
@@ -68,7 +68,7 @@ def write(root, strategy, kind):
 
 
 def read(root, source, strategy, kind):
-    """Load a checkpoint, save what was loaded, and go on for two steps; None: begin anew."""
+    """Load a checkpoint or begin, save the loaded state, and train two more steps."""
     options = {"strategy": strategy, "global_batch_size": 12, "max_steps": 5}
     if source is not None:
         to = root / f"{source}-read-by-{strategy}"
@@ -110,14 +110,14 @@ def test_resumed_fsdp_run_is_exact(group, tmp_path, kind):
 
 
 class Averaging(Matrices):
-    """Its optimizer cannot move what is cut up."""
+    """Task whose optimizer cannot update sharded tensors."""
 
     def configure_optimizers(self):
         return torch.optim.Adafactor(self.parameters())
 
 
 class Counting(Optimizer):
-    """Keeps a number of all parameters, in one of three places."""
+    """Optimizer that keeps one number for all parameters, in one of three places."""
 
     def __init__(self, params, place):
         super().__init__(params, {"lr": 0.1, "calls": 0})

@@ -1,33 +1,33 @@
-"""What users of a training library rely on, and the tests that hold it; those that no other file holds are here.
+"""Behaviours that users of a training library rely on, their tests, and the tests that fit no other file.
 
 A step is a completed update, also with accumulation, and max_steps ends exactly there
     fit/loop/test_loop.py::test_max_steps_with_accumulation_ends_exactly
     fit/loop/test_loop.py::test_epoch_is_cut_into_steps_with_short_last
 Epochs, steps and batches are counted exactly in a fit, in a resumed one, and in a second one, which begins at zero
     fit/test_behaviours.py::test_counts_are_exact_after_fit_resume_and_refit
-Of several limits the first one reached ends the run; -1 is none, 0 trains nothing, less is refused
+The first limit that is reached ends the run; -1 means no limit, 0 trains nothing, a smaller one is refused
     fit/loop/test_loop.py::test_the_first_limit_reached_ends_the_run
     fit/loop/test_loop.py::test_invalid_trainer_setting_is_named_at_construction
-A minimum of steps or epochs delays a stop, which adds no validation and drops none that is due
+A minimum of steps or epochs delays a stop, which neither adds nor drops a validation
     fit/loop/test_loop.py::test_a_minimum_delays_a_stop
     fit/loop/test_validation.py::test_an_early_stop_does_not_add_a_validation
     fit/test_behaviours.py::test_stop_adds_or_drops_no_validation
-A stop asked for inside an epoch leaves after the step in progress
+A stop requested inside an epoch ends the run after the step in progress
     fit/loop/test_loop.py::test_a_stop_leaves_after_the_step_in_progress
--1 from on_train_batch_start skips the rest of the epoch, and schedules move all the same
+-1 from on_train_batch_start skips the rest of the epoch, and schedules still move
     fit/loop/test_loop.py::test_returning_minus_one_skips_rest_of_epoch
     fit/callbacks/test_callbacks.py::test_a_function_may_end_the_epoch
 Hooks come in one order, in training, with accumulation, resumed, and in each evaluation
     fit/task/test_hooks.py::test_fit_follows_the_hook_order
     fit/task/test_hooks.py::test_fit_resumed_in_mid_epoch_follows_hook_order
     fit/task/test_hooks.py::test_an_evaluation_calls_what_the_map_says
-Each submodule is in its own mode again after an evaluation
+Each submodule has its earlier mode after an evaluation
     fit/loop/test_validation.py::test_each_submodule_gets_its_own_mode_back
     fit/loop/test_validation.py::test_modes_come_back_after_an_error_too
-A validation never falls inside a step, and disturbs neither gradients nor generators
+A validation never runs inside a step, and changes neither gradients nor generators
     fit/test_behaviours.py::test_validation_never_falls_inside_a_step
     fit/loop/test_validation.py::test_validation_disturbs_neither_gradients_nor_generators
-The sanity check leaves no value, no row and no draw behind
+The sanity check leaves no value and no row behind, and does not change later draws
     fit/loop/test_validation.py::test_the_sanity_check_leaves_no_trace
     fit/test_behaviours.py::test_sanity_check_does_not_change_later_draws
 
@@ -35,7 +35,7 @@ An empty loader is an error in training, and a warning in an evaluation
     fit/data/test_data.py::test_empty_training_loader_raises_and_names_the_cause
     fit/data/test_data.py::test_an_empty_evaluation_loader_is_one_warning
     fit/loop/test_validation.py::test_an_empty_evaluation_gives_nothing
-A stream needs no length, may give a wrong one, and may have nothing in an epoch
+A stream needs no length, may have a wrong length, and may be empty in an epoch
     fit/data/test_data.py::test_a_loader_of_another_kind_repeats_and_resumes
     fit/data/test_loaders.py::test_stream_with_wrong_length_is_read_completely
     fit/test_behaviours.py::test_empty_epoch_of_a_stream_warns_and_continues
@@ -45,77 +45,77 @@ A limit is a count or a fraction, 0 too; an endless loader needs a count; a frac
     fit/loop/test_validation.py::test_limits_hold_for_every_evaluation
     fit/data/test_data.py::test_an_endless_stream_needs_only_a_limit
     fit/test_behaviours.py::test_endless_evaluation_loaders_need_only_a_count
-Several training loaders combine in every mode; several validation loaders are told apart
+Several training loaders combine in every mode; several validation loaders have separate values
     fit/data/test_loaders.py::test_several_loaders_are_read_together
     fit/data/test_loaders.py::test_mode_applies_to_all_nested_loaders
     fit/task/test_hooks.py::test_hooks_get_what_they_are_promised
     fit/loop/test_validation.py::test_several_loaders_have_a_value_each
-Loaders are made once, only where they are needed, and anew every so many epochs
+Loaders are made once, only for the stages that need them, and reloaded every n epochs
     fit/test_behaviours.py::test_each_loader_is_requested_once_for_its_stage
     fit/loop/test_loop.py::test_loaders_may_live_on_the_task
     fit/data/test_loaders.py::test_loaders_are_reloaded_every_n_epochs
 Workers end with the run and with the evaluation, also when it fails, persistent or not
     fit/data/test_data.py::test_no_worker_outlives_its_run
     fit/test_behaviours.py::test_no_worker_of_an_evaluation_outlives_it
-No two workers, samples or epochs draw the same
+No two workers, samples or epochs draw the same numbers
     fit/data/test_data.py::test_workers_get_seeds_of_their_own_that_repeat
     fit/data/test_data.py::test_augmentation_belongs_to_the_sample
-A sampler of the user's is kept and told the epoch; one for several processes leaves no sample out
+A user's sampler is kept and gets the epoch; a sampler for several processes skips no sample
     fit/data/test_loaders.py::test_whatever_wants_to_know_the_epoch_is_told
     fit/data/test_loaders.py::test_distributed_sampler_is_replaced
     fit/test_behaviours.py::test_evaluation_reads_each_sample_once_in_fixed_order
 overfit_batches repeats the same batches in every epoch
     fit/data/test_loaders.py::test_overfitting_repeats_the_same_batches_in_every_epoch
-A prediction has each sample once, in order, and each batch its number
+Predictions have each sample once, in order, and each batch has its number
     promises/test_exact_evaluation.py::test_one_process_gives_what_plain_code_gives
     fit/test_behaviours.py::test_predictions_have_batch_and_loader_indices
 
 Backward runs once for each micro-batch and each evaluation of a closure
     fit/loop/test_closures.py::test_backward_runs_once_per_micro_batch_and_evaluation
-Gradients are clipped by norm and by value as torch does it, in every precision
+Gradients are clipped by norm and by value like torch, in every precision
     fit/optim/test_optim_adamw.py::test_clipping_uses_unscaled_gradients_in_every_precision
     fit/test_precision.py::test_one_dtype_equals_the_loop_by_hand
-Schedules move by step and epoch, at their frequency, by their monitor, and are saved as they are after the update
+Schedules move by step and epoch, at their frequency, by their monitor, and are saved in their state after the update
     fit/optim/test_schedulers.py::test_rates_are_those_of_the_hand_written_loop
     fit/optim/test_schedulers.py::test_a_plateau_follows_its_monitor
     fit/optim/test_schedulers.py::test_missing_monitor_raises_and_lists_logged_names
     fit/optim/test_schedulers.py::test_non_strict_missing_monitor_keeps_the_rate
     fit/optim/test_schedulers.py::test_a_checkpoint_holds_the_schedule_after_the_update
-Under fp16 gradients are unscaled before they are clipped, fused or not, and an overflow moves nothing
+Under fp16 gradients are unscaled before they are clipped, fused or not, and an overflow moves no parameter
     fit/optim/test_optim_adamw.py::test_fused_scaled_updates_equal_the_manual_loop
     promises/test_hand_written_loop.py::test_autocast_equals_autocast_by_hand
     promises/test_hand_written_loop.py::test_an_overflowing_fp16_update_moves_nothing
-A loss or a monitor that is not finite ends the run, and the operation behind it is found on demand
+A loss or a monitor that is not finite ends the run, and detect_anomaly finds its operation
     fit/run/test_weights.py::test_non_finite_loss_raises_and_names_the_step
     fit/callbacks/test_callbacks.py::test_early_stopping_stops_at_the_right_epoch
     fit/run/test_anomalies.py::test_operation_with_nan_backward_is_named_with_line
-Manual optimization and several optimizers, which there are not, are refused before training
+Tasks that cannot be trained are refused before training
     fit/errors/test_errors.py::test_a_task_that_cannot_be_trained_is_refused
 
-A run that was stopped or killed anywhere and resumed ends like one that was not, with validation and without
+A run stopped or killed anywhere and resumed equals an uninterrupted run, with and without validation
     fit/test_behaviours.py::test_run_stopped_at_any_step_resumes_exactly
     promises/test_exact_resume.py::test_three_kills_leave_no_trace
-A loader's own state is saved, and gone on from
+A loader's state is saved, and a resumed run uses the state
     fit/data/test_loaders.py::test_stateful_stream_resumes_from_its_state
     fit/data/test_loaders.py::test_a_stateful_loader_is_not_read_again
-An exception in any hook, step or save leaves a run that goes on exactly
+A run with an exception in any hook, step or save resumes exactly
     fit/test_behaviours.py::test_exception_anywhere_leaves_a_run_that_resumes_exactly
-States of callbacks survive; one whose callback is missing is named
+States of callbacks survive; the state of a missing callback is named
     fit/checkpoint/test_partial_resume.py::test_every_combination_of_parts_takes_over_exactly_these
     fit/callbacks/test_model_checkpoint.py::test_callback_missing_on_resume_is_named
-Each rule writes and keeps exactly its checkpoints, on an exception too
+Each rule writes and keeps exactly its checkpoints, also after an exception
     fit/callbacks/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
     fit/callbacks/test_model_checkpoint.py::test_the_interval_counts_from_the_last_save
     fit/callbacks/test_on_exception_checkpoint.py::test_failure_before_update_saves_previous_parameters
-The end of training is saved if nothing else was, and no step twice
+The end of training is saved if no other rule saved the step, and no step is saved twice
     fit/callbacks/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
     fit/callbacks/test_model_checkpoint.py::test_a_step_with_several_reasons_is_saved_once
-NaN as the first score does not block a later best
+NaN as the first score does not block a later best checkpoint
     fit/callbacks/test_model_checkpoint.py::test_nan_first_score_allows_a_later_best
-Going on never removes the checkpoints of the run it goes on from
+A resumed run never removes the checkpoints of its source
     fit/callbacks/test_model_checkpoint.py::test_new_run_from_checkpoint_keeps_the_old_run
     fit/callbacks/test_model_checkpoint.py::test_resume_source_is_kept_until_a_newer_commit
-Parameters load strictly, with more and with fewer names, or leniently
+Parameters load strictly or leniently, with more and with fewer names
     fit/checkpoint/test_load.py::test_strict_mismatch_raises_and_non_strict_warns
 """
 
@@ -168,7 +168,7 @@ def test_table_and_tests_agree():
 
 
 class Counts(Regression):
-    """Notes (epoch, step, batch_idx) of every micro-batch and the rate and mode it was trained with."""
+    """Task that records (epoch, step, batch_idx) of every micro-batch, with its rate and mode."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -181,7 +181,7 @@ class Counts(Regression):
 
 @pytest.mark.parametrize(("first", "epoch"), [({"max_epochs": 1}, 1), ({"max_steps": 5}, 1), ({"max_steps": 2}, 0)])
 def test_counts_are_exact_after_fit_resume_and_refit(tmp_path, first, epoch):
-    """Nine micro-batches in steps of three: epochs of three steps."""
+    """Nine micro-batches in steps of three are epochs of three steps."""
 
     def fit(task, **options):
         trainer = quiet_trainer(tmp_path, accumulate_grad_batches=3, **options)
@@ -207,7 +207,7 @@ def test_counts_are_exact_after_fit_resume_and_refit(tmp_path, first, epoch):
 
 
 class When(lumen.Callback):
-    """Notes the step of every validation; may ask for the end in a training step."""
+    """Callback that records the step of every validation and may request a stop in a training step."""
 
     def __init__(self, stop_in=None):
         self.stop_in, self.validated = stop_in, []
@@ -238,12 +238,12 @@ def test_stop_adds_or_drops_no_validation(tmp_path, stop_in, options, steps, val
     assert (trainer.global_step, when.validated) == (steps, validated)
 
 
-# ---------------------------------------------------------------------- validation leaves training alone
+# ---------------------------------------------------------------------- validation does not affect training
 
 
 @pytest.mark.parametrize("interval", [0.1, 0.5, 1.0, 1])
 def test_validation_never_falls_inside_a_step(tmp_path, interval):
-    """Ten micro-batches in steps of four: a tenth of an epoch ends inside one. Gradients are unchanged."""
+    """Ten micro-batches in steps of four: a tenth of an epoch ends inside a step. Gradients are unchanged."""
 
     class Watched(Regression):
         def __init__(self):
@@ -299,7 +299,7 @@ def test_sanity_check_does_not_change_later_draws(tmp_path):
 
 
 class Validated(Seeing):
-    """Keeps the batches of each evaluation too."""
+    """Task that also records the batches of each evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -345,7 +345,7 @@ def test_empty_epoch_of_a_stream_warns_and_continues(tmp_path, caplog, has_lengt
 
 
 class Endless(IterableDataset):
-    """Fails where more than a few samples too many are asked of it."""
+    """Stream that fails if the loop asks for more than a few extra samples."""
 
     def __init__(self, most):
         self.most = most
@@ -376,7 +376,7 @@ def test_endless_evaluation_loaders_need_only_a_count(tmp_path, stage):
 
 
 class Counting(lumen.DataModule):
-    """Notes which loaders it is asked for."""
+    """Data module that records which of its loaders are requested."""
 
     def __init__(self):
         self.made = []
@@ -421,7 +421,7 @@ def test_each_loader_is_requested_once_for_its_stage(tmp_path, stage, options, m
 @pytest.mark.parametrize("fails", [None, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("stage", ["sanity", "fit", "validate", "test", "predict"])
 def test_no_worker_of_an_evaluation_outlives_it(tmp_path, stage, fails, persistent):
-    before = set(multiprocessing.active_children())  # other tests' processes
+    before = set(multiprocessing.active_children())  # processes of other tests
 
     class Failing(Validated):
         running = 0
@@ -456,7 +456,7 @@ def test_no_worker_of_an_evaluation_outlives_it(tmp_path, stage, fails, persiste
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_evaluation_reads_each_sample_once_in_fixed_order(tmp_path, stage):
-    """Also with a sampler for several processes, which would leave half of them out."""
+    """A sampler for several processes would skip half of the samples."""
     data = numbers(10)
     for sampler in ({"sampler": DistributedSampler(data, num_replicas=2, rank=1)}, {"shuffle": True}):
         task, batches = Validated(), DataLoader(data, 4, **sampler)
@@ -502,7 +502,7 @@ class Failure(Exception):
 
 
 class Rich(Regression):
-    """Has all that a checkpoint must bring back: dropout, statistics, momentum, schedules, values of the epoch."""
+    """Task with every state in a checkpoint: dropout, statistics, momentum, schedules, values of the epoch."""
 
     def __init__(self):
         super().__init__(dropout=0.2)
@@ -534,14 +534,14 @@ class Rich(Regression):
 
 
 def saving_trainer(folder, *callbacks):
-    """Two epochs, and a checkpoint at each boundary."""
+    """Return a trainer of two epochs with a checkpoint at each step."""
     saving = lumen.ModelCheckpoint(every_n_train_steps=1, every_n_epochs=1)
     options = {"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 2, "log_every_n_steps": 1}
     return quiet_trainer(folder, resume="auto", callbacks=[*callbacks, saving], **options)
 
 
 def fit(trainer, task, validate=True):
-    """Epochs of three steps, of which the last is short. Returns all that the run ends with, in comparable form."""
+    """Train epochs of three steps, of which the last is short. Return the final state in comparable form."""
     training = loader(38, 8, collate_fn=task.collate)
     trainer.fit(task, training, val_dataloaders=loader(12, 6, shuffle=False) if validate else None)
     tensors = {name: tensor.tolist() for name, tensor in task.state_dict().items()}
@@ -553,7 +553,7 @@ def fit(trainer, task, validate=True):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What runs without and with validation end with."""
+    """Return the final states of runs without and with validation."""
     return [fit(saving_trainer(tmp_path_factory.mktemp("whole")), Rich(), validate) for validate in (False, True)]
 
 
@@ -587,7 +587,7 @@ PLACES = {
 
 
 def failing(base, name):
-    """An object of which one method fails: in the second epoch, or at once if it is called before training only."""
+    """Return an object with one failing method: in the second epoch, or at once if called before training only."""
     since = 0 if name in BEFORE_TRAINING else 3 if name == "on_train_epoch_start" else 4
 
     def method(self, *args, **options):
@@ -596,7 +596,7 @@ def failing(base, name):
             raise Failure(name)
         return getattr(base, name)(self, *args, **options)
 
-    def step(self, batch):  # a step is called with what its signature has
+    def step(self, batch):  # Lumen calls a step with the arguments in its signature
         return method(self, batch)
 
     return type("Failing", (base,), {name: step if name in ("training_step", "validation_step") else method})()

@@ -1,4 +1,4 @@
-"""In which dtypes a run computes, and what a dtype that cannot be had is answered with."""
+"""Precision: the dtypes of a run, and the error for a dtype that is not available."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_unsupported_precision_is_rejected_at_construction(name, answer):
 
 
 class Scales(lumen.Callback):
-    """Notes the loss scale after every update that was tried."""
+    """Callback that records the loss scale after every attempted update."""
 
     def __init__(self):
         self.scales = []
@@ -95,7 +95,7 @@ class Scales(lumen.Callback):
 
 
 class Bursting(Regression):
-    """Its gradients overflow at two batches, whatever the scale down to 2."""
+    """Task whose gradients overflow at two batches, at every scale down to 2."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch)
@@ -177,7 +177,7 @@ trainer:
 
 
 def trained(tmp_path, *words, config=SCALED):
-    """The precision of a run from a config."""
+    """Return the precision of a run from a config."""
     (tmp_path / "scaled.yaml").write_text(config)
     assert main(["fit", "--config", str(tmp_path / "scaled.yaml"), *words]) == 0
     return Spy.trainer.run.precision
@@ -192,11 +192,11 @@ def test_a_config_sets_the_scaler(tmp_path, capsys):
     assert "expected float, found 'much'" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- a precision of the user's own
+# ---------------------------------------------------------------------- a user's precision
 
 
 class StaticScale(lumen.Precision):
-    """A precision that Lumen has never heard of: it multiplies the loss by a power of two, and changes nothing."""
+    """Precision unknown to Lumen: it multiplies the loss by a power of two, which changes nothing."""
 
     def __init__(self, scale=8.0):
         self.scale = scale
@@ -255,7 +255,7 @@ def test_equivalent_custom_precision_trains_identically(tmp_path, options):
         "check": 1, "setup on cpu": 1, "convert": 1, "forward": 20, "backward": 14, "unscale": 8,
     }  # fmt: skip
     assert strange.optimizer_steps == 8
-    assert "forward" not in vars(strange)  # what looked at the run is gone with it
+    assert "forward" not in vars(strange)  # the end of the run removes its observers
     assert trainer.precision is strange
 
 
@@ -279,7 +279,7 @@ def test_change_to_custom_precision_warns(tmp_path, caplog):
 
 
 class Bare(lumen.Precision):
-    """The least that a precision needs, and a setting."""
+    """Minimal precision, with one setting."""
 
     def forward(self):
         return nullcontext()
@@ -304,7 +304,7 @@ def test_what_is_no_precision_is_refused():
         lumen.Trainer(max_epochs=1, precision="Float16")
 
 
-# ---------------------------------------------------------------------- everything in one dtype
+# ---------------------------------------------------------------------- all tensors in one dtype
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("fp64", torch.float64)])
@@ -325,7 +325,7 @@ def test_one_dtype_equals_the_loop_by_hand(tmp_path, precision, dtype):
 
 
 class Buffers(Regression):
-    """Layers built late, buffers of several kinds, a metric that counts far."""
+    """Task with layers built late, buffers of several kinds, and a metric with a large count."""
 
     def __init__(self):
         super().__init__()
@@ -344,7 +344,7 @@ class Buffers(Regression):
 
 
 def test_bf16_true_converts_parameters_but_not_integers(tmp_path):
-    """Nor sums of logged values."""
+    """Sums of logged values are not converted either."""
     task = Buffers()
     trainer = fit(tmp_path, task, loader(400, 2), max_epochs=1, precision="bf16-true")
     assert dtypes(task) == {torch.bfloat16}
@@ -423,7 +423,7 @@ def test_a_float32_run_may_go_on_under_autocast(tmp_path):
         assert trainer.global_step == steps
 
 
-# ---------------------------------------------------------------------- what torch cannot run
+# ---------------------------------------------------------------------- operations without a kernel
 
 
 class Recurrent(nn.Module):
@@ -448,12 +448,12 @@ class Sequences(Regression):
 def test_layer_without_float16_kernel_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"fp16.*'encoder\.cells\.1' \(LSTM\) on cpu.*Use precision: bf16 or fp32"):
         fit(tmp_path, Sequences(), precision="fp16")
-    fit(tmp_path, Sequences(), max_epochs=1, precision="fp64")  # not every processor has one in bfloat16 either
+    fit(tmp_path, Sequences(), max_epochs=1, precision="fp64")  # not every processor has one in bfloat16
     fit(tmp_path, Sequences(nn.GRU), max_epochs=1, precision="fp16")
 
 
 class Tail(nn.Module):
-    """Of an LSTM some processors have a kernel for evaluation in float16; of this function none has."""
+    """Task with a function without a float16 kernel; some processors have one for an LSTM in evaluation."""
 
     def forward(self, inputs):
         return torch.special.erfcx(inputs)
@@ -627,7 +627,7 @@ def test_matmul_precision_is_restored_after_the_run(tmp_path, precision, fail):
 
 
 def test_what_is_not_asked_for_is_left_alone(tmp_path):
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as who uses torch's newer switches
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as code with torch's newer switches
     try:
         before = switches()
         fit(tmp_path, Regression(), max_epochs=1)

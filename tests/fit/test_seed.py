@@ -1,4 +1,4 @@
-"""`seed_everything` chooses the seed of the runs of its process, as the option of the command line does."""
+"""`seed_everything` sets the seed of all runs of its process, like the option of the command line."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ def test_same_seed_gives_the_same_order(tmp_path):
 
 
 def test_a_run_repeats_where_torch_is_seeded(tmp_path):
-    """As in a script that seeds torch and nothing of Lumen: every run of it is the same, two fits in it are not."""
+    """A script that only seeds torch repeats its runs, although two fits in it differ."""
 
     def drawn(seed=None):
         if seed is not None:

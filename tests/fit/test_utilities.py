@@ -1,4 +1,4 @@
-"""Helpers that code written for Lightning imports, called outside of a trainer."""
+"""Helpers that code for Lightning imports, called outside of a trainer."""
 
 import random
 import warnings

@@ -1,8 +1,8 @@
-"""What tests share; no tests."""
+"""Helpers of several tests; no tests."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Examples whose library stands beside the environment of the tests: see tests/vision.
+#: Examples whose library is installed besides the environment of the tests: see tests/vision.
 OF_TORCHVISION = {"timm_digits", "detector"}

@@ -1,4 +1,4 @@
-"""Runs whose steps grow and shrink with the epochs, and what each step was made of."""
+"""Runs with `accumulate_grad_batches` by epoch, and the micro-batches of each step."""
 
 import torch
 from torch import nn
@@ -8,13 +8,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.sharded import whole
 from tests.helpers.tasks import Regression, quiet_trainer, regression_data
 
-BATCH, SAMPLES = 4, 30  # eight micro-batches, the last of two samples
+BATCH, SAMPLES = 4, 30  # eight micro-batches, the last one with two samples
 SCHEDULE = {0: 1, 1: 3, 3: 8, 4: 2}
 STEPS = (8, 3, 3, 1, 4)  # of the first five epochs
 
 
 class Growing(Regression):
-    """Notes the numbers of the samples of each micro-batch, by epoch and step."""
+    """Task that records the numbers of the samples of each micro-batch, by epoch and step."""
 
     def __init__(self, dropout=0.0):
         super().__init__(dropout=dropout, dtype=torch.float64)
@@ -32,7 +32,7 @@ class Growing(Regression):
         return [optimizer], [{"scheduler": StepLR(optimizer, 4, 0.5), "interval": "step"}]
 
     def windows(self):
-        """The sizes of the micro-batches of each step, by epoch."""
+        """Return the sizes of the micro-batches of each step, by epoch."""
         epochs = {}
         for epoch, step, numbers in self.seen:
             epochs.setdefault(epoch, {}).setdefault(step, []).append(len(numbers))
@@ -48,7 +48,7 @@ def loader(samples=SAMPLES, **options):
 
 
 def grow(folder, data=None, dropout=0.0, **options):
-    """A run of five epochs, as the schedule says unless the options say otherwise."""
+    """Train five epochs, with the schedule unless the options override it."""
     task = Growing(dropout)
     options = {"max_epochs": len(STEPS), "accumulate_grad_batches": SCHEDULE} | options
     trainer = quiet_trainer(folder, **options)
@@ -57,7 +57,7 @@ def grow(folder, data=None, dropout=0.0, **options):
 
 
 def by_hand(task):
-    """The network after the plain loop over the same micro-batches."""
+    """Return the network after a plain loop over the same micro-batches."""
     net = Growing().net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     inputs, targets, _ = dataset().tensors
@@ -76,7 +76,7 @@ def by_hand(task):
 
 
 def state(trainer, task):
-    """Parameters, optimizer state, counters: plain data."""
+    """Return parameters, optimizer state and counters as plain data."""
     tensors = [*task.parameters()]
     for each in trainer.optimizers[0].state.values():
         tensors += [value for value in each.values() if isinstance(value, torch.Tensor)]
@@ -84,5 +84,5 @@ def state(trainer, task):
 
 
 def values(task):
-    """All parameters, as lists."""
+    """Return all parameters, as lists."""
     return [whole(each).tolist() for each in task.parameters()]

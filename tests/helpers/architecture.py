@@ -1,4 +1,4 @@
-"""The packages of Lumen, layer by layer, and its files."""
+"""Packages of Lumen in layers, and their files."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import lumen
 
 ROOT = Path(lumen.__file__).parent
-#: From the lowest layer up. A module imports only from lower layers; a package is one unit.
+#: Layers from the bottom up. A module imports only from lower layers; a package is one unit.
 LAYERS = (
     {"errors", "console", "version"},
     {"internals", "random"},
@@ -21,7 +21,7 @@ LAYERS = (
     {"tools"},
 )
 
-#: Packages that the core does not import.
+#: Packages that the core does not need.
 AROUND_THE_CORE = ("cli", "tools", "integrations")
 
 

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: the same bytes, the same errors, and nothing lost at the end."""
+"""Helpers for asynchronous saves."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 
 class Moving(Regression):
-    """Everything that it saves changes in the next step: parameters, Adam's state, buffers, a list, a metric."""
+    """Task of which all saved state changes in each step: parameters, Adam's state, buffers, a list, a metric."""
 
     def __init__(self, **options):
         super().__init__(dropout=0.2, **options)
@@ -36,7 +36,7 @@ class Moving(Regression):
 
 
 class SlowDisk:
-    """The first fsync of a thread other than the main one lasts until it is told to go on."""
+    """Disk on which the first fsync of a thread, except the main one, waits for an event."""
 
     def __init__(self, monkeypatch):
         self.reached, self.goes_on = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ class SlowDisk:
 
 
 class At(lumen.Callback):
-    """Does something at the boundaries of given steps, before the checkpoint is made."""
+    """Callback that calls a function at the end of given steps, before the checkpoint is saved."""
 
     def __init__(self, **actions):
         self.actions = {int(step[4:]): action for step, action in actions.items()}
@@ -93,7 +93,7 @@ def files(checkpoint):
 
 
 class Large(Regression):
-    """18 MiB with Adam's state."""
+    """Task of 18 MiB with Adam's state."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class Large(Regression):
 
 
 def wait_until_announced(trainer):
-    """Until the save is over, as the next boundary will find."""
+    """Wait until the save is over, so that the end of the next step finds it."""
     deadline_s = time.monotonic() + 60
     while not trainer.run.ending.vote.local_save_ended:
         assert time.monotonic() < deadline_s
@@ -112,7 +112,7 @@ def wait_until_announced(trainer):
 
 
 class Watched(lumen.Callback):
-    """Lets each save end before the next boundary."""
+    """Callback that lets each save end before the end of the next step."""
 
     last_step = 0
 

@@ -1,4 +1,4 @@
-"""A self-supervised task in the manner of BYOL, and its loop by hand."""
+"""Self-supervised task like BYOL, and its loop by hand."""
 
 import math
 
@@ -38,7 +38,7 @@ def distance(predicted, target):
 
 
 class Byol(lumen.TaskModule):
-    """The optimizer is given everything."""
+    """Task whose optimizer gets all parameters."""
 
     def __init__(self, norm=False, dtype=torch.float64, **options):
         super().__init__()
@@ -58,7 +58,7 @@ class Byol(lumen.TaskModule):
 
 
 class ByHand(Byol):
-    """It moves its optimizer itself, at every second batch."""
+    """Task that steps its optimizer itself, at every second batch."""
 
     automatic_optimization = False
 
@@ -75,16 +75,16 @@ def cosine(decay, final, step, steps):
 
 
 def loop(decay, steps, *, norm=False, accumulate=1, eval_mode=False, buffers=False, samples=48):
-    """The states of student and teacher after so many updates, in a loop written by hand.
+    """Return the states of student and teacher after a number of updates in a plain loop.
 
     Args:
-        decay: Called with the steps completed before.
-        steps: Updates.
-        norm: The student has BatchNorm.
+        decay: Function of the number of completed steps.
+        steps: Number of updates.
+        norm: True if the student has BatchNorm.
         accumulate: Batches in each update.
-        eval_mode: The teacher is in eval mode.
-        buffers: Its buffers follow too.
-        samples: Of the data.
+        eval_mode: True if the teacher is in eval mode.
+        buffers: True if the teacher's buffers follow too.
+        samples: Size of the data.
     """
     online, target, head = student(norm), student(norm).requires_grad_(False), predictor()
     target.train(not eval_mode)

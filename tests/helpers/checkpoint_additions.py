@@ -1,10 +1,10 @@
-"""What callbacks and the task add to a checkpoint by `on_save_checkpoint` comes back by `on_load_checkpoint`."""
+"""Helper for additions of callbacks and the task to a checkpoint."""
 
 import lumen
 
 
 class Average(lumen.Callback):
-    """An average of the parameters as users of Lightning write it: it exists from `on_train_start` on."""
+    """Callback with an average of the parameters, as users of Lightning write it: created in `on_train_start`."""
 
     average = None
 

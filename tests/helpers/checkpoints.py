@@ -1,4 +1,4 @@
-"""What the tests of checkpoints on disk share: making them, comparing them, changing them as an attacker would."""
+"""Checkpoints on disk: make, compare and modify them, also like an attacker."""
 
 import hashlib
 import json
@@ -20,13 +20,13 @@ KNOWN = [
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
 ]
-DTYPES = [*KNOWN, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]  # safetensors does not know them all
+DTYPES = [*KNOWN, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]  # safetensors lacks some of them
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 5)]
 FILES = [
     *("manifest.json", "state.json", "model/00000-00000.safetensors", "model/00000-00001.safetensors"),
     "optimizer/00000-00000.safetensors",
-]  # of a `small` checkpoint
-#: Ways to cut up a tensor of five rows and three columns.
+]  # files of a `small` checkpoint
+#: Layouts of shards of a tensor with five rows and three columns.
 REGIONS = {
     "rows": [((0, 2), (0, 3)), ((2, 5), (0, 3))],
     "mixed": [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))],
@@ -61,12 +61,12 @@ def tensor_of(dtype, shape):
 
 
 def bytes_read():
-    """By this process so far, from wherever they came."""
+    """Return the bytes that this process has read, from any source."""
     return int(re.search("rchar: ([0-9]+)", Path("/proc/self/io").read_text())[1])
 
 
 def memory_mib(which):
-    """Of this process: "VmRSS" is what it holds, "VmHWM" the most it has held."""
+    """Return the memory of this process in MiB: "VmRSS" is the current use, "VmHWM" the peak."""
     return int(re.search(which + r":\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
@@ -76,7 +76,7 @@ def save(directory, **sections):
 
 
 def small(directory, value=1.0, max_file_bytes=64):
-    """A checkpoint with two model files, an optimizer file and state."""
+    """Write a checkpoint with two model files, an optimizer file and state."""
     sections = {
         "model": {"a": torch.full((4, 4), value), "b": torch.full((3,), value, dtype=torch.bfloat16)},
         "optimizer": {"a.exp_avg": torch.full((4, 4), -value)},
@@ -89,7 +89,7 @@ def small(directory, value=1.0, max_file_bytes=64):
 
 
 def tensors_of(path, *sections):
-    """The tensors of a checkpoint, by section and name."""
+    """Return the tensors of a checkpoint, by section and name."""
     checkpoint = Checkpoint.open(path)
     return {(section, name): each for section in sections for name, each in checkpoint.as_mapping(section).items()}
 
@@ -104,7 +104,7 @@ def assert_small(directory, value=1.0):
 
 
 def tamper(directory, edit):
-    """Change a manifest and make its digest right again, as an attacker would."""
+    """Change a manifest and update its digest, like an attacker."""
     path = directory / "manifest.json"
     manifest = json.loads(path.read_text())
     edit(manifest)
@@ -114,7 +114,7 @@ def tamper(directory, edit):
 
 
 def handmade(directory, dtype, shape, regions):
-    """A checkpoint of one tensor in several chunks, each in a file of its own."""
+    """Write a checkpoint of one tensor in several chunks, each in a separate file."""
     save(directory, model={"w": tensor_of(dtype, shape), "other": torch.ones(2)})
     tensor = Checkpoint.open(directory).read_tensor("model", "w")
     (directory / "model/00000-00000.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""What tests of the command line share."""
+"""Helpers for tests of the command line."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def saved(path="runs/line"):
 
 
 def fit(*words, config="line.yaml"):
-    """Train as the command line does; the trainer and task that the config's spy saw."""
+    """Train with the command line; return the trainer and the task from the config's spy."""
     assert main(["fit", "--config", config, *words]) == 0
     return Spy.trainer, Spy.task
 

@@ -105,7 +105,7 @@ class Points(lumen.DataModule):
         self.save_hyperparameters()
         self.width, self.label = width, label
         self.count = torch.tensor(width)
-        torch.rand(samples)  # draws, as constructors of data may
+        torch.rand(samples)  # draws random numbers, as constructors of data may
 
     def setup(self, stage):
         x = torch.randn(self.hparams.samples, self.width, generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,7 @@ class Grid(lumen.DataModule):
 
 
 class Spy(lumen.Callback):
-    """Keeps the trainer and the task of the last fit, for tests to look at."""
+    """Callback that keeps the trainer and the task of the last fit for tests."""
 
     trainer = task = None
 
@@ -145,7 +145,7 @@ class Spy(lumen.Callback):
 
 
 class Loud(lumen.Callback):
-    """Another callback that has a `name`."""
+    """Another callback with a `name`."""
 
     def __init__(self, name: str = "loud", volume: int = 1):
         self.name, self.volume = name, volume
@@ -159,7 +159,7 @@ class Broken(Line):
 
 
 class Interrupted(Line):
-    """Somebody presses Ctrl-C while the model is built."""
+    """Task whose construction is interrupted by Ctrl-C."""
 
     def __init__(self, width: int = 3, signal: str = "int"):
         raise KeyboardInterrupt if signal == "int" else SystemExit(143)

@@ -1,4 +1,4 @@
-"""A clock that tests move: time passes where something sleeps and nowhere else, so that it is counted, not measured."""
+"""Clock for tests: time passes only where code sleeps, so durations are exact."""
 
 import importlib
 import time
@@ -13,7 +13,7 @@ READERS = (
 
 
 class Clock:
-    """What `time.sleep` moves, in this process."""
+    """Clock that `time.sleep` advances, in this process."""
 
     def __init__(self):
         self.now_s = 1024.0
@@ -27,7 +27,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What profilers, timers, the progress bar and the record of throughput read instead of the time."""
+    """Replace the time for profilers, timers, the progress bar and the throughput record."""
     clock = Clock()
     for module in READERS:
         monkeypatch.setattr(importlib.import_module(module), "perf_counter", clock.read)

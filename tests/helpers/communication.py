@@ -1,9 +1,9 @@
-"""How much the processes of a run tell each other at once."""
+"""Size of the collectives of a run."""
 
-#: Numbers: a sum of weights, who returned some, who none, who ends the epoch, who wishes to stop, whose memory is full.
+#: Numbers of a step: a sum of weights, ranks with and without weights, epoch end, stop requests, full memory.
 BESIDE = 6
-VOTE = 3  # numbers: a clock, how many ranks are asked to stop, how many announce something
-AGREEMENT = 1  # collective, of a logged step: do ranks still agree, and which is slow
-GATHER = 2  # collectives: each rank tells first how long its value is
-#: Gathers and sums of an epoch of one step, by the task that is trained.
+VOTE = 3  # numbers: a clock, ranks with a stop request, ranks with an announcement
+AGREEMENT = 1  # collective of a logged step: the consistency guard and the slow rank
+GATHER = 2  # collectives: each rank sends the length of its value first
+#: Gathers and sums of an epoch of one step, by task.
 EPOCHS = {"Quiet": (0, 1), "Saying": (1, 1), "Ending": (2, 2), "QuietEnding": (1, 2), "MeasuringEnding": (3, 2)}

@@ -1,6 +1,6 @@
-"""What can be shown of CUDA without a device: in which order, where, and how often it is asked for something.
+"""Helpers for the order and number of CUDA calls, shown without a device.
 
-What a device does with it is in `test_cuda.py`.
+`test_cuda.py` tests the effect on a device.
 """
 
 from torch import nn
@@ -9,7 +9,7 @@ from tests.helpers.tasks import Regression
 
 
 class Synced(Regression):
-    """Has a norm over all processes, and nothing to learn from in the second batch of every process."""
+    """Task with a norm over all processes, whose second batch on every process has weight 0."""
 
     def __init__(self):
         super().__init__()

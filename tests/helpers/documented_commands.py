@@ -1,4 +1,4 @@
-"""Collect the commands that Lumen shows to users, and run each in a directory like a user's."""
+"""Documented commands: collect them, and run each in a directory like a user's."""
 
 import ast
 import os
@@ -34,7 +34,7 @@ SOURCES = {
 
 
 def find_commands(source):
-    """Return the commands of a file in their order: from code blocks, comments, docstrings and messages."""
+    """Return the commands of a file in order: from code blocks, comments, docstrings and messages."""
     text = SOURCES[source].read_text()
     if source.endswith(".md"):
         return list(_find_in_page(text))
@@ -57,7 +57,7 @@ def _find_in_page(text):
     for language, block, code in re.findall(r"^ *```(\w*)\n(.*?)^ *```|`([^`]+)`", text, re.S | re.M):
         if code:
             yield from _filter([code])
-        elif language == "bash":  # one script, with loops and answers to exit codes
+        elif language == "bash":  # a single script with loops and exit codes
             yield block.strip()
         elif language in ("", "sh"):
             yield from _filter(line.strip().removeprefix("$ ") for line in block.splitlines())
@@ -78,7 +78,7 @@ def _filter(texts):
     return filter(COMMAND.fullmatch, (" ".join(text.partition(" #")[0].split()) for text in texts))
 
 
-# ---------------------------------------------------------------------- running them
+# ---------------------------------------------------------------------- running the commands
 
 EVALUATION = ["--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
 TWO_EPOCHS = ["--trainer.max_steps=8", "--trainer.limit_train_batches=4"]
@@ -139,7 +139,7 @@ def run(line):
 def _exit_code(words):
     try:
         return main(words)
-    except SystemExit as end:  # of --help
+    except SystemExit as end:  # placeholders of --help
         return end.code
 
 

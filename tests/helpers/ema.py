@@ -1,4 +1,4 @@
-"""A task with batch norm whose averages are kept, and what they are by hand."""
+"""Task with batch norm, and its averages computed by hand."""
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class Normed(lumen.TaskModule):
 
 
 class Kept(lumen.Callback):
-    """The state of the task after each step."""
+    """Callback that records the state of the task after each step."""
 
     def __init__(self):
         self.states = []
@@ -39,7 +39,7 @@ class Kept(lumen.Callback):
 
 
 def averaged(states, first, decay):
-    """What the average is after the steps whose states these are."""
+    """Return the average after the steps with the given states."""
     average = {name: each.clone() for name, each in first.items()}
     for state in states:
         for name, each in average.items():

@@ -1,4 +1,4 @@
-"""A run that may be killed at its end, started as often as one likes: `main(**options)` in the current directory."""
+"""Run that may be killed at its end, and started again: `main(**options)` in the current directory."""
 
 import json
 import os
@@ -30,7 +30,7 @@ KINDS = {
 
 
 class Ended(Regression):
-    """Logs in every way, and saves in `on_train_end` as users do."""
+    """Task that logs in every way, and saves in `on_train_end` like users."""
 
     def __init__(self, by_hand=False):
         super().__init__(dropout=0.1)
@@ -56,7 +56,7 @@ class Ended(Regression):
 
 
 class Notes(lumen.Callback):
-    """Notes which hooks are called, and kills the process in one of them."""
+    """Callback that records its hooks, and kills the process in one of them."""
 
     def __init__(self, strike=None):
         self.called = []
@@ -71,7 +71,7 @@ class Notes(lumen.Callback):
 
 
 class Pruning(lumen.loggers.Logger):
-    """Kills the process after the last commit, before anything is removed."""
+    """ModelCheckpoint that kills the process after the last commit, before it removes old checkpoints."""
 
     def __init__(self, last):
         super().__init__()
@@ -86,7 +86,7 @@ class Pruning(lumen.loggers.Logger):
 
 
 class Interrupted(lumen.Callback):
-    """Asks the run to stop in its last validation."""
+    """Callback that requests a stop in the last validation."""
 
     def on_validation_batch_start(self, trainer, task, batch, batch_idx, dataloader_idx=0):
         if trainer.global_step == LAST:
@@ -94,7 +94,7 @@ class Interrupted(lumen.Callback):
 
 
 def begin(folder, kind="plain", strike=None, dirpath=None, **options):
-    """Train. Returns the trainer, the task, and the hooks that were called."""
+    """Train. Return the trainer, the task, and the called hooks."""
     task, notes = Ended(by_hand=kind == "by hand"), Notes(strike)
     given = {"max_epochs": 2, **KINDS[kind](), **options}
     if "max_steps" in given:
@@ -111,7 +111,7 @@ def begin(folder, kind="plain", strike=None, dirpath=None, **options):
 
 
 def end_of(trainer, task, called):
-    """What a run has left in the task, in the trainer and in its directory."""
+    """Return the final state in the task, in the trainer and in the directory."""
     stopping, saver = trainer.early_stopping_callback, trainer.checkpoint_callback
     optimizers = [each.state_dict() for each in trainer.optimizers]
     end = {

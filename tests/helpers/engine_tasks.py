@@ -1,4 +1,4 @@
-"""A task whose record tells which samples took part in which step, for runs that engines start again."""
+"""Task that records which samples took part in which step, for runs that engines restart."""
 
 import json
 import os
@@ -30,7 +30,7 @@ trainer:
 
 
 class Recorded(lumen.TaskModule):
-    """Fits numbers in float64, and writes down the samples and losses of each micro-batch."""
+    """Task in float64 that writes the samples and losses of each micro-batch to a file."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Recorded(lumen.TaskModule):
 
 
 class Numbered(lumen.DataModule):
-    """Samples that know their number."""
+    """Data set with numbered samples."""
 
     def train_dataloader(self):
         x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -57,7 +57,7 @@ class Numbered(lumen.DataModule):
 
 
 def record_of(directory):
-    """The loss of each sample, by step and number: what is computed again must be the same, or it is an error."""
+    """Return the loss of each sample, by step and number; fail if a repeated step has another loss."""
     found = {}
     for path in sorted(directory.glob("record-*.jsonl")):
         for line in path.read_text().splitlines():
@@ -67,7 +67,7 @@ def record_of(directory):
 
 
 def check_epochs(found):
-    """Each sample takes part once in each epoch."""
+    """Check that each sample takes part once in each epoch."""
     steps = SAMPLES // 4
     for epoch in range(EPOCHS):
         counted = Counter(number for step, number in found if epoch * steps <= step < (epoch + 1) * steps)
@@ -76,5 +76,5 @@ def check_epochs(found):
 
 
 def steps_in(directory):
-    """How many steps have begun."""
+    """Return the number of started steps."""
     return len({step for step, _ in record_of(directory)})

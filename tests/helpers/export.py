@@ -1,4 +1,4 @@
-"""A run whose checkpoints are exported."""
+"""Run with checkpoints to export."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ STEPS = ["step-00000002", "step-00000004", "step-00000006"]
 
 
 class Net(nn.Module):
-    """Plain torch, with a tied, a frozen, a scalar, an integer and an unsaved tensor."""
+    """Plain torch module with a tied, a frozen, a scalar, an integer and an unsaved tensor."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Task(lumen.TaskModule):
-    """The net within a task, with an average beside it as torch's documentation has it."""
+    """Task with the network and an average, as in torch's documentation."""
 
     def __init__(self, k: int | None = None):
         super().__init__()
@@ -55,7 +55,7 @@ class Task(lumen.TaskModule):
 
 
 def fit(*callbacks, **options):
-    """A small run in runs/run with three checkpoints, the first of them the best."""
+    """Train a small run in runs/run with three checkpoints, the first of which is the best."""
     torch.manual_seed(0)
     task = Task(**options)
     saver = lumen.ModelCheckpoint(monitor="score", every_n_train_steps=2, keep_last=-1)

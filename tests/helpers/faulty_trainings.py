@@ -15,7 +15,7 @@ CLASSES = 5
 
 
 class Classifier(lumen.TaskModule):
-    """A clean one, whose arguments plant mistakes."""
+    """Correct task, whose arguments add mistakes."""
 
     def __init__(self, lr=1e-2, classes=CLASSES, scale=1.0, mistake=""):
         super().__init__()
@@ -55,7 +55,7 @@ class Classifier(lumen.TaskModule):
 
 
 class Scheduled(Classifier):
-    """One with a schedule of its own."""
+    """Task with the user's schedule."""
 
     def __init__(self, kind="cosine", length=20, interval="step"):
         super().__init__()
@@ -76,7 +76,7 @@ class Scheduled(Classifier):
 
 
 class Unvalidated(lumen.TaskModule):
-    """One without a `validation_step`."""
+    """Task without a `validation_step`."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Unvalidated(lumen.TaskModule):
 
 
 class Two(lumen.TaskModule):
-    """Two optimizers, moved by hand."""
+    """Task with two optimizers in manual optimization."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class Two(lumen.TaskModule):
 
 
 class Labelled(lumen.DataModule):
-    """Inputs of six numbers and labels of five classes; its arguments plant mistakes."""
+    """Data of six inputs and five classes, whose arguments add mistakes."""
 
     def __init__(self, samples=80, batch_size=8, shuffle=True, mistake=""):
         self.samples, self.batch_size, self.shuffle, self.mistake = samples, batch_size, shuffle, mistake
@@ -146,7 +146,7 @@ class Labelled(lumen.DataModule):
 
 
 class Slow(Dataset):
-    """One that takes its time."""
+    """Slow data module."""
 
     def __init__(self, data):
         self.data = data
@@ -160,13 +160,13 @@ class Slow(Dataset):
 
 
 class NoValidation(Labelled):
-    """One without validation data."""
+    """Data module without validation data."""
 
     val_dataloader = lumen.DataModule.val_dataloader
 
 
 class Several(Labelled):
-    """Two training loaders of other data, which are read together, and two of validation."""
+    """Data module with two training loaders, read together, and two validation loaders."""
 
     def train_dataloader(self):
         return [super().train_dataloader(), super().train_dataloader()]
@@ -176,7 +176,7 @@ class Several(Labelled):
 
 
 class Both(Classifier):
-    """A classifier that takes a batch of each of two loaders."""
+    """Classifier that takes a batch of each of two loaders."""
 
     def training_step(self, batch):
         return super().training_step([torch.cat(parts) for parts in zip(*batch, strict=True)])
@@ -192,7 +192,7 @@ class Numbers(IterableDataset):
 
 
 class Stream(lumen.DataModule):
-    """Its loader reads a stream."""
+    """Data module whose loader reads a stream."""
 
     def train_dataloader(self):
         return DataLoader(Numbers(), 8)
@@ -202,7 +202,7 @@ class Stream(lumen.DataModule):
 
 
 def config_of(task="Classifier", data="Labelled", *, model=None, of_data=None, **trainer):
-    """Settings of a training of one of the above."""
+    """Return the settings of a training of one of these classes."""
     here = __name__
     return {
         "seed_everything": 1,
@@ -213,7 +213,7 @@ def config_of(task="Classifier", data="Labelled", *, model=None, of_data=None, *
 
 
 class Checked:
-    """What a check has said: its exit code, its findings by name, its facts, and all its words."""
+    """Result of a check: exit code, findings by name, facts, and the whole text."""
 
     def __init__(self, code, out, err):
         self.code, self.out, self.err = code, out, err

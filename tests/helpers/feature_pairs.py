@@ -1,4 +1,4 @@
-"""Runs that combine features, and the hand-written loop that ends with the same parameters."""
+"""Runs that combine features, and the hand-written loop with the same final parameters."""
 
 from itertools import combinations, product
 
@@ -22,7 +22,7 @@ FACTORS = {
     "precision": ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true"),
     "end": ("plain", "killed", "second fit", "rolled back"),
 }
-#: Pairs that Lumen refuses, and what the error says.
+#: Pairs that Lumen refuses, and the error.
 REFUSED = {
     (("optimization", "manual"), ("accumulate", 3)): "accumulate_grad_batches",
     (("optimization", "manual"), ("halves", True)): "halve_on_oom",
@@ -31,7 +31,7 @@ REFUSED = {
 
 
 class Features(dict):
-    """One value of each factor."""
+    """Combination of one value of each factor."""
 
     def __init__(self, **values):
         super().__init__({name: options[0] for name, options in FACTORS.items()} | values)
@@ -59,7 +59,7 @@ def full_product():
 
 
 def covering_pairs():
-    """A few combinations that have every pair of values which is not refused."""
+    """Return a few combinations that cover every pair of values, without the refused pairs."""
     every = full_product()
     missing, found = set().union(*(each.pairs for each in every)), []
     while missing:
@@ -90,14 +90,14 @@ def weight_of(targets):
 
 
 def loss_of(net, batch, is_weighted):
-    """The mean of squared errors, over samples or weighted by the exponential of their targets."""
+    """Return the mean of squared errors, over samples or weighted by the exponential of their targets."""
     inputs, targets = batch
     errors = (net(inputs) - targets).square()
     return (errors * targets.exp()).sum() / targets.exp().sum() if is_weighted else errors.mean()
 
 
 class Combined(lumen.TaskModule):
-    """Does what a combination says."""
+    """Task with the features of a combination."""
 
     def __init__(self, features, dtype):
         super().__init__()
@@ -139,7 +139,7 @@ def steps_of_epoch(features):
 
 
 class Disturbs(lumen.Callback):
-    """In the second step of the second epoch, ends the run with an error, or rolls it back, once."""
+    """Callback that once, in the second step of the second epoch, ends the run with an error or rolls it back."""
 
     def __init__(self, features):
         self.end, self.step = features.end, steps_of_epoch(features) + 1
@@ -171,7 +171,7 @@ def average_of(features):
 
 
 def train(folder, features):
-    """Parameters that the task has when all is over, as lists, and the newest val_loss."""
+    """Return the final parameters of the task, as lists, and the newest val_loss."""
     dtype = dtype_of(features)
     task, average, disturbs = Combined(features, dtype), average_of(features), Disturbs(features)
 
@@ -208,7 +208,7 @@ def mean_loss(parameters, tensors):
 
 
 def train_by_hand(features):
-    """The same in float64, in the plain loop of one process."""
+    """Return the results of a plain float64 loop in one process."""
     dtype = torch.float64
     net = network(dtype)
     tensors = regression_data(SAMPLES, dtype)

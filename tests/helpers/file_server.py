@@ -8,7 +8,7 @@ from functools import partial
 
 @contextmanager
 def serving(folder):
-    """A web server of a directory: its address, and what was asked of it."""
+    """Serve a directory; return its address and the list of requests."""
     asked = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A task with a backbone that is unfrozen in training, and what it is by hand."""
+"""Task with a backbone that is unfrozen in training, and its training by hand."""
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class Backbone(lumen.TaskModule):
 
 
 class Rates(lumen.Callback):
-    """The learning rates of the last step of each epoch."""
+    """Callback that records the learning rates of the last step of each epoch."""
 
     def __init__(self):
         self.seen = []
@@ -41,7 +41,7 @@ class Rates(lumen.Callback):
 
 
 def finetune(folder, callback, task=None, steps=None, **options):
-    """Where the parameters and buffers end, and the rates of the epochs."""
+    """Return the final parameters and buffers, and the rates of the epochs."""
     task, rates = Backbone() if task is None else task, Rates()
     length = {"max_epochs": EPOCHS} if steps is None else {"max_steps": steps}
     trainer = quiet_trainer(folder, callbacks=[callback, rates], resume="auto", **length, **options)
@@ -50,7 +50,7 @@ def finetune(folder, callback, task=None, steps=None, **options):
 
 
 def by_hand(unfrozen_at=2, train_bn=True):
-    """The same training as anybody would write it; the rate of the backbone doubles up to that of the head."""
+    """Train in a plain loop; the rate of the backbone doubles up to the rate of the head."""
     task = Backbone()
     linear, norm = [task.backbone[0], task.backbone[3]], task.backbone[1]
     for module in linear if train_bn else [*linear, norm]:

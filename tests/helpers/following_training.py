@@ -1,4 +1,4 @@
-"""Tasks whose data follows from what is trained."""
+"""Tasks whose data depends on training."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ import lumen
 
 
 class Answers(IterableDataset):
-    """Gives what the weight is when it is asked, and noise; it counts what it has given."""
+    """Stream that yields the current weight with noise, and counts its samples."""
 
     follows_training = True
 
@@ -28,7 +28,7 @@ class Answers(IterableDataset):
 
 
 class Long(Answers):
-    """It says how long it is."""
+    """Stream with a length."""
 
     def __len__(self):
         return self.length

@@ -1,4 +1,4 @@
-"""When Python looks for garbage during a run."""
+"""Helpers for garbage collections during a run."""
 
 import gc
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from tests.helpers.tasks import Regression
 
 @contextmanager
 def nothing_frozen():
-    """Undo what `tests/conftest.py` does, for as long as a test looks at frozen objects."""
+    """Undo the freeze of `tests/conftest.py` while a test counts frozen objects."""
     gc.unfreeze()
     try:
         yield
@@ -20,7 +20,7 @@ def nothing_frozen():
 
 @contextmanager
 def watched():
-    """Generations of the collections that happen meanwhile, each with what was noted when it did."""
+    """Record the generations of collections, each with a note of its time."""
     seen, noted = [], {"where": None}
 
     def note(phase, info):
@@ -37,7 +37,7 @@ def watched():
 
 
 class Untidy(Regression):
-    """Leaves a lot of garbage in every batch; notes where it is."""
+    """Task that leaves a lot of garbage in every batch, and records its position."""
 
     def __init__(self, noted):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Groups of real processes: one for each number of processes, started once, running many checks."""
+"""Groups of real processes: one for each number of processes, started once for many tests."""
 
 import atexit
 import faulthandler
@@ -23,9 +23,9 @@ LIMIT_S = 60
 
 
 class Group:
-    """Real processes with a gloo group open, which run functions of test modules side by side.
+    """Real processes with a gloo group that run functions of test modules in parallel.
 
-    A check that fails, dies or takes too long ends them: the next one gets new ones.
+    A function that fails, dies or exceeds its time ends the processes; the next call starts new ones.
     """
 
     def __init__(self, world):
@@ -46,14 +46,14 @@ class Group:
             results.append(answer)
             if failed:
                 failures.append(f"--- rank {rank} of {self.world} in {name} (limit {limit_s} s): {answer}")
-                deadline_s = min(deadline_s, time.monotonic() + 5)  # the others wait for this one
+                deadline_s = min(deadline_s, time.monotonic() + 5)  # the other ranks wait for this one
         if failures:
             self.end()
             pytest.fail("\n".join(failures), pytrace=False)
         return results
 
     def _answer(self, rank, limit_s):
-        """Whether a rank failed, and what it returned or where it stands."""
+        """Return whether a rank failed, and its result or its location."""
         pipe, process, stacks = self._pipes[rank], self._processes[rank], self._folder / f"stacks-{rank}"
         try:
             if pipe.poll(limit_s):
@@ -76,7 +76,7 @@ class Group:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        atexit.register(self.end)  # where pytest breaks down; before multiprocessing, which would wait for ever
+        atexit.register(self.end)  # at exit of pytest, before multiprocessing waits for ever
         for rank, pipe in enumerate(self._pipes):
             if not _is_ready(pipe):
                 self.end()
@@ -98,7 +98,7 @@ class Group:
 
 
 def _work(rank, world, folder, pipe):
-    """A process of a group: does what it is told until its pipe is closed."""
+    """Run the requested functions in a process of a group until its pipe is closed."""
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",
@@ -135,7 +135,7 @@ def _work(rank, world, folder, pipe):
             pipe.send(answer)
             sys.stdout.flush()
     dist.destroy_process_group()
-    os._exit(0)  # tidying up takes Python a second after so many checks
+    os._exit(0)  # after hundreds of tests, the shutdown of Python would take a second
 
 
 def _end_with_the_parent():
@@ -145,7 +145,7 @@ def _end_with_the_parent():
 
 @pytest.fixture(scope="session")
 def group():
-    """`group(2).run(function, *args, **options)`: results of two processes."""
+    """Return the groups: `group(2).run(function, *args, **options)` returns the results of two processes."""
     made = {}
 
     def get(world):
@@ -164,7 +164,7 @@ def _is_ready(pipe):
 
 
 def on_ranks(group, world, function, *args, **options):
-    """Results of all ranks, which must be equal."""
+    """Return the result of all ranks, which must be equal."""
     results = group(world).run(function, *args, **options)
     for each in results[1:]:
         assert_equal(each, results[0], 0.0)

@@ -1,4 +1,4 @@
-"""A run of which the last process gets no further: `python -m tests.helpers.hanging_run '{"mode": "loop", ...}'`."""
+"""Run whose last process makes no progress: `python -m tests.helpers.hanging_run '{"mode": "loop", ...}'`."""
 
 import ctypes
 import json
@@ -21,7 +21,7 @@ AT_STEP = 3
 
 
 def main(mode, devices, launched=False, max_restarts=0):
-    """Run it; `mode` is what the last rank does."""
+    """Train; `mode` is the behaviour of the last rank."""
     rank = int(os.environ.get("RANK", 0))
     (Path.cwd() / f"rank-{rank}-{os.getpid()}").touch()
     if mode == "absent" and rank == 1:
@@ -53,9 +53,9 @@ def sleeps_before_it_comes():
 
 
 def hangs_in_each_fork():
-    """As where a child inherits a lock that a thread has held: before it comes to any Python."""
+    """Make each fork hang before it runs Python, like a child that inherits a held lock."""
     libc = ctypes.CDLL(None)
-    os.dup2(os.pipe()[0], 0)  # from which nothing ever comes
+    os.dup2(os.pipe()[0], 0)  # a pipe without a writer's data
     register = libc["__register_atfork"]  # pthread_atfork itself is in no shared library
     register(None, None, ctypes.cast(libc.getchar, ctypes.c_void_p), None)
 
@@ -96,7 +96,7 @@ COLLECTIVES = {
     "self.all_gather": lambda task, value: task.all_gather(value),
     "strategy.all_gather": lambda task, value: task.trainer.strategy.all_gather(float(value)),
 }
-#: Modes in which every second batch calls one of them, so that rank 0 alone does.
+#: Modes in which every second batch calls one of them, so that only rank 0 does.
 STEPS = ("validation_step", "training_step")
 UNMATCHED = [f"{name} in {step}" for number, name in enumerate(COLLECTIVES) for step in STEPS[:: (1, -1)[number % 2]]]
 

@@ -1,4 +1,4 @@
-"""Follows the map of hooks that `Callback` draws, and records what a run really calls."""
+"""Map of hooks in `Callback`: follow it, and record the calls of a real run."""
 
 import re
 
@@ -25,7 +25,7 @@ _OWNERS = {"callbacks": ["first", "second"], "task": ["task"], "data module": ["
 
 
 def parts_of_the_map():
-    """By name each part of the map: a list of (line, lines below it)."""
+    """Return each part of the map by name: a list of (line, lines below it)."""
     text = Callback.__doc__.split("where the data module\n    lacks them.\n")[1].split("A **boundary** is")[0]
     lines = [re.sub(" *#.*", "", line) for line in text.splitlines()]
     tree, _ = _below([line for line in lines if line.strip()], 8)
@@ -33,7 +33,7 @@ def parts_of_the_map():
 
 
 def _below(lines, indent):
-    """The tree of the lines from here on that are indented as much, and the other lines."""
+    """Return the tree of the first lines with equal indentation, and the remaining lines."""
     tree = []
     while lines and len(lines[0]) - len(lines[0].lstrip()) == indent:
         children, rest = _below(lines[1:], indent + 4)
@@ -43,7 +43,7 @@ def _below(lines, indent):
 
 
 def names_in_the_map():
-    """Every name of the map that is called."""
+    """Return every called name of the map."""
 
     def names(tree):
         for line, children in tree:
@@ -57,12 +57,12 @@ def names_in_the_map():
 
 
 def follow(part, **scenario):
-    """What the map says is called, as (owner, name), in order.
+    """Return the calls that the map predicts, as (owner, name), in order.
 
     Args:
-        part: Where to begin.
-        scenario: By the words of the map what its conditions are, and for each of its loops a list of what it runs
-            over: dictionaries like this one. `stage`: what takes the place of "validation".
+        part: The first part.
+        scenario: The conditions by the words of the map, and for each loop a list of its iterations: dictionaries like
+            this one. `stage`: the replacement of "validation".
     """
     parts = parts_of_the_map()
 
@@ -95,7 +95,7 @@ def automatic_or_not(manual=False):
 
 
 def step(micro_batches=1, *, validating=False, last=False):
-    """An optimizer step, as `follow` runs over it."""
+    """Return an optimizer step for `follow`."""
     numbers = range(micro_batches)
     return {
         "micro-batch": [{"first": number == 0, "last": number == micro_batches - 1} for number in numbers],
@@ -105,15 +105,15 @@ def step(micro_batches=1, *, validating=False, last=False):
 
 
 def epoch(*steps, beginning=True, complete=True):
-    """An epoch, as `follow` runs over it."""
+    """Return an epoch for `follow`."""
     return {"beginning": beginning, "complete": complete, "step": steps}
 
 
-# ---------------------------------------------------------------------- what is called
+# ---------------------------------------------------------------------- recorded calls
 
 
 class Trained(Regression):
-    """Has schedules that count steps and epochs."""
+    """Task with schedules that count steps and epochs."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -122,7 +122,7 @@ class Trained(Regression):
 
 
 class ByHand(Trained):
-    """Makes one backward and one step in each training_step."""
+    """Task with one backward and one step in each training_step."""
 
     automatic_optimization = False
 
@@ -137,7 +137,7 @@ class ByHand(Trained):
 
 
 class Data(lumen.DataModule):
-    """Five batches for training, two for each evaluation."""
+    """Data module with five batches for training and two for each evaluation."""
 
     def train_dataloader(self):
         return loader(40, 8)
@@ -149,21 +149,21 @@ class Data(lumen.DataModule):
 
 
 class Stateful(Callback):
-    """Has a state, under the name of its class."""
+    """Callback with a state, under the name of its class."""
 
     def state_dict(self):
         return {"kept": 1}
 
 
 def recording(base, names, who, events):
-    """A subclass whose methods note that they were called, and then do what they did."""
+    """Return a subclass whose methods record their call and then do their usual work."""
 
     def noting(name):
         def method(self, *args, **options):
             events.append((who, name))
             return getattr(base, name)(self, *args, **options)
 
-        if name in STEPS:  # a step is called with what its signature has
+        if name in STEPS:  # Lumen calls a step with the arguments in its signature
 
             def step(self, batch, batch_idx):
                 return method(self, batch)
@@ -175,7 +175,7 @@ def recording(base, names, who, events):
 
 
 def record(run, task=Trained):
-    """What was called while `run(task, data, callbacks)` ran, as (owner, name)."""
+    """Return the calls during `run(task, data, callbacks)`, as (owner, name)."""
     events = []
     callbacks = [recording(Stateful, OF_CALLBACKS, who, events)() for who in _OWNERS["callbacks"]]
     run(recording(task, OF_THE_TASK, "task", events)(), recording(Data, OF_DATA, "data", events)(), callbacks)

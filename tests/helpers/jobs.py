@@ -1,4 +1,4 @@
-"""Jobs of several processes that die: started as users do, or forked from a process that has imported torch already."""
+"""Jobs of several processes that die: started like a user's, or forked from a process that has imported torch."""
 
 import atexit
 import json
@@ -19,19 +19,19 @@ from typing import NamedTuple
 
 from tests.helpers import ROOT
 
-LIMIT_S = 90  # of a job
-PATIENCE_S = 30  # with those that have lost another one: the agents of torch and SLURM have less
+LIMIT_S = 90  # exit codes of a job
+PATIENCE_S = 30  # including ranks that have lost a peer: the agents of torch and SLURM have less
 IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class End(NamedTuple):
-    """How a job ended.
+    """End of a job.
 
     Attributes:
-        code: Exit code of a process that was killed or failed, or of what started them; 0: all is well.
-        took_s: From the first process that ended until none was left.
-        output: What all of them said.
+        code: Exit code of a killed or failed process, or of its launcher; 0 for success.
+        took_s: Seconds from the first process that ended until none was left.
+        output: Output of all processes.
     """
 
     code: int
@@ -40,7 +40,7 @@ class End(NamedTuple):
 
 
 class Nursery:
-    """A process that has imported torch and forks ranks: these begin in no time, where a new Python takes seconds."""
+    """Process that has imported torch and forks ranks: a fork starts at once, a new Python takes seconds."""
 
     def __init__(self, *modules):
         context = multiprocessing.get_context("spawn")
@@ -48,10 +48,10 @@ class Nursery:
         self._process = context.Process(target=_serve, args=(theirs, modules))
         self._process.start()
         theirs.close()
-        atexit.register(self.close)  # where pytest breaks down
+        atexit.register(self.close)  # at exit of pytest
 
     def start(self, directory, module, options):
-        """Begin `module.main(**options)` in a directory, on `options["devices"]` ranks."""
+        """Start `module.main(**options)` in a directory, on `options["devices"]` ranks."""
         self._pipe.send((directory, module, options))
         return ForkedJob(directory, self._pipe)
 
@@ -65,7 +65,7 @@ class Nursery:
 
 
 class ForkedJob:
-    """Ranks that nobody but their peers attends."""
+    """Ranks without a parent that waits for them, only their peers."""
 
     def __init__(self, directory, pipe):
         self._directory, self._pipe = directory, pipe
@@ -78,7 +78,7 @@ class ForkedJob:
 
 
 class ScriptJob:
-    """A job as users start one; whatever it starts works in its directory too."""
+    """Job started like a user's; all its processes work in its directory too."""
 
     def __init__(self, directory, *words):
         self._directory = Path(directory)
@@ -94,7 +94,7 @@ class ScriptJob:
 
     @property
     def pids(self):
-        """Those of the ranks that train, and of what has started them as None."""
+        """Return the pids of the ranks that train by rank, and their launchers under None."""
         names = [file.name.split("-") for file in self._directory.glob("rank-*")]
         return {int(rank): int(pid) for _, rank, pid in names} | {None: self._process.pid}
 
@@ -127,7 +127,7 @@ def said_in(directory):
 
 
 def gone_after(directory):
-    """How long it takes until no process works in a directory any more: one that does not go is ended and an error."""
+    """Return the seconds until no process works in a directory; end a remaining process and raise an error."""
     began_s = time.monotonic()
     while left := processes_in(directory):
         if time.monotonic() > began_s + PATIENCE_S:
@@ -138,7 +138,7 @@ def gone_after(directory):
 
 
 def processes_in(directory):
-    """Processes that work in a directory, by their id."""
+    """Return processes that work in a directory, by their id."""
     here, found = os.path.realpath(directory), {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -167,7 +167,7 @@ def free_port():
         return place.getsockname()[1]
 
 
-# ---------------------------------------------------------------------- in the nursery
+# ---------------------------------------------------------------------- processes of the nursery
 
 
 def _serve(pipe, modules):
@@ -191,14 +191,14 @@ def _serve(pipe, modules):
 
 
 def _attend(ranks):
-    """Wait until all have ended; the code of one that was killed or failed, and how long the others took."""
+    """Wait until all have ended; return the code of a killed or failed one, and the time that the others took."""
     first_s, swept = None, set()
     while len(swept) < len(ranks):
         for rank in ranks:
             if rank.exitcode is not None and rank not in swept:
                 swept.add(rank)
                 first_s = first_s or time.monotonic()
-                with suppress(ProcessLookupError):  # what one that was killed has left behind, and its connections
+                with suppress(ProcessLookupError):  # files and connections that a killed rank has left
                     os.killpg(rank.pid, signal.SIGKILL)
             elif first_s is not None and time.monotonic() > first_s + PATIENCE_S:
                 rank.kill()
@@ -216,7 +216,7 @@ def _be_rank(directory, module, options, rank, world, port):
         os.environ |= dict(zip(OF_RANKS, map(str, (rank, world, rank, world, "127.0.0.1", port)), strict=True))
     try:
         sys.modules[module].main(**options)
-        atexit._run_exitfuncs()  # as a Python that was not forked does
+        atexit._run_exitfuncs()  # like a Python that was not forked
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

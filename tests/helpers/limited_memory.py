@@ -8,7 +8,7 @@ from tests.helpers.tasks import Regression
 
 
 class Full(torch.autograd.Function):
-    """Changes nothing, and runs out of memory in its backward."""
+    """Autograd function that changes nothing, and runs out of memory in its backward."""
 
     @staticmethod
     def forward(ctx, inputs):
@@ -20,12 +20,13 @@ class Full(torch.autograd.Function):
 
 
 class Cramped(Regression):
-    """Has memory for a few samples in a step; an attempt with more leaves traces before it fails.
+    """Task with memory for a few samples in a step; an attempt with more leaves traces before it fails.
 
     Args:
         fits: Samples that fit.
-        where: The "start" of a step fails, its "forward" or its "backward"; "norms": its forward, which has BatchNorm.
-        ranks: On these ranks alone.
+        where: Place of the failure: the "start" of a step, its "forward" or its "backward"; "norms": its forward, which
+            has BatchNorm.
+        ranks: Ranks with this limit.
     """
 
     def __init__(self, fits=10**6, where="forward", dropout=0.0, ranks=(0, 1, 2, 3)):
@@ -35,7 +36,7 @@ class Cramped(Regression):
         self.error = MeanSquaredError()
 
     def importance(self, targets):
-        """Of each sample, (samples, 1)."""
+        """Return the importance of each sample, (samples, 1)."""
         return torch.ones_like(targets)
 
     def training_step(self, batch):
@@ -60,7 +61,7 @@ class Cramped(Regression):
 
 
 class Weighed(Cramped):
-    """Large targets count more, and a batch by what its samples do."""
+    """Task that gives large targets a larger weight, and a batch the weight of its samples."""
 
     def importance(self, targets):
         return 1.0 + (targets > 0)
@@ -70,7 +71,7 @@ class Weighed(Cramped):
 
 
 class WeighedBefore(Cramped):
-    """The same, known before the forward."""
+    """Task whose weights are known before the forward."""
 
     importance = Weighed.importance
 

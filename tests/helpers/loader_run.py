@@ -2,7 +2,7 @@
 
     python -m tests.helpers.loader_run DIRECTORY KIND [KIND ...]
 
-It prints a line at each micro-batch and each fsync of a save, so that its parent can strike there.
+The program prints a line at each micro-batch and each fsync of a save, so that its parent can kill it there.
 """
 
 import os
@@ -22,7 +22,7 @@ SAMPLES = 41
 
 
 class Pairs(Sampler):
-    """Batches of varying size that draw from numpy's generator, from one of their own, and from torch's."""
+    """Batches of varying size that draw from numpy's generator, a private generator, and torch's generator."""
 
     def __init__(self):
         self.own = np.random.default_rng(1)
@@ -36,7 +36,7 @@ class Pairs(Sampler):
 
 
 class Shuffling(IterableDataset):
-    """A stream through a shuffle buffer, with noise; `state_dict` says all of it, also which epoch comes next."""
+    """Stream through a shuffle buffer, with noise; `state_dict` has all of its state, also the next epoch."""
 
     def __init__(self, samples=SAMPLES):
         self.inputs, self.targets = regression_data(samples)
@@ -60,7 +60,7 @@ class Shuffling(IterableDataset):
 
 
 class Sharded(IterableDataset):
-    """A stream that workers share; what it draws depends on its place alone, so its place is all of its state."""
+    """Stream that workers split; its draws depend on its position alone, so the position is its whole state."""
 
     def __init__(self, samples=SAMPLES):
         self.inputs, self.targets = regression_data(samples)
@@ -124,7 +124,7 @@ KINDS = {
         for mode in ("max_size_cycle", "max_size", "min_size", "sequential")
     },
     "overfit": lambda: shuffled(4),
-    "reloaded": None,  # of the task's own making
+    "reloaded": None,  # made by the task
 }
 OPTIONS = {
     "overfit": {"overfit_batches": 3},
@@ -138,7 +138,7 @@ def say(what):
 
 
 class Fitted(lumen.TaskModule):
-    """Least squares with dropout over whatever structure the batches have."""
+    """Task of least squares with dropout over any structure of batches."""
 
     def __init__(self):
         super().__init__()

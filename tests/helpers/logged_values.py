@@ -1,4 +1,4 @@
-"""What is logged, and a logger that keeps it."""
+"""Logged values, and a logger that keeps them."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -9,7 +9,7 @@ CLASSES = 3
 
 
 class Memory(lumen.Logger):
-    """Keeps what it is given."""
+    """Logger that keeps its values."""
 
     def __init__(self):
         self.rows = []
@@ -22,11 +22,11 @@ class Memory(lumen.Logger):
 
 
 def numbers(count, batch_size=1):
-    """Batches of the numbers 0, 1, 2, ... as float64."""
+    """Return batches of the numbers 0, 1, 2, ... as float64."""
     return DataLoader(TensorDataset(torch.arange(count, dtype=torch.float64)), batch_size)
 
 
 def predictions(numbers):
-    """Scores (N, 3) and classes (N) made of numbers."""
+    """Return scores (N, 3) and classes (N) computed from numbers."""
     scores = torch.stack([(numbers * factor).sin() for factor in (1.3, 2.1, 3.7)], 1).softmax(1)
     return scores, (numbers.long() * 7) % CLASSES

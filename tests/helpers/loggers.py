@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard's record beside the CSV files, one run after another, killed and resumed."""
+"""Helpers for loggers."""
 
 import csv
 
@@ -11,7 +11,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 def fit(tmp_path, task=None, **options):
-    """Train a small regression with both loggers and everything logged; returns its trainer."""
+    """Train a small regression with both loggers and everything logged; return its trainer."""
     options = {"max_epochs": 2, "log_every_n_steps": 1, "accelerator": "cpu"} | options
     options.setdefault("logger", [lumen.CSVLogger(), lumen.TensorBoardLogger()])
     trainer = quiet_trainer(tmp_path, **options)
@@ -23,19 +23,19 @@ EVERYTHING = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
 
 
 def events(directory):
-    """TensorBoard's own reader on a run's event files; nothing that was written twice is hidden."""
+    """Open a run's event files with TensorBoard's reader, which shows repeated values too."""
     found = EventAccumulator(str(directory / "tensorboard"), size_guidance=EVERYTHING, purge_orphaned_data=False)
     return found.Reload()
 
 
 def scalars(directory):
-    """{name: [(step, value), ...]} as TensorBoard reads it."""
+    """Return {name: [(step, value), ...]} as TensorBoard reads it."""
     found = events(directory)
     return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
 
 
 def table(path, prefix=""):
-    """The same out of a CSV file, rounded to float32 as TensorBoard's scalars are."""
+    """Return {name: [(step, value), ...]} of a CSV file, rounded to float32 like TensorBoard's scalars."""
     columns = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -50,14 +50,14 @@ def csv_record(directory):
 
 
 def hyperparameters(directory):
-    """What the dashboard HPARAMS reads."""
+    """Return the data of the dashboard HPARAMS."""
     content = events(directory).PluginTagToContent("hparams")["_hparams_/session_start_info"]
     values = HParamsPluginData.FromString(content).session_start_info.hparams
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
 
 
 class Drawn(Regression):
-    """Logs an image, a histogram and a text in every training step."""
+    """Task that logs an image, a histogram and a text in every training step."""
 
     def training_step(self, batch, batch_idx):
         weights = self.net[0].weight

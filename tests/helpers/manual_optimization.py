@@ -1,4 +1,4 @@
-"""A task that optimizes by hand: two networks against each other, each with an optimizer and a schedule."""
+"""Task with manual optimization: two adversarial networks, each with an optimizer and a schedule."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from tests.helpers.tasks import Regression
 
 
 def pairs(samples=50, dtype=torch.float64):
-    """What is real, and noise: samples of 3 and 4 numbers."""
+    """Return real samples and noise, of 3 and 4 numbers."""
     generator = torch.Generator().manual_seed(1)
     real = torch.randn(samples, 3, generator=generator, dtype=torch.float64) + 1
     return real.to(dtype), torch.randn(samples, 4, generator=generator, dtype=torch.float64).to(dtype)
@@ -36,13 +36,13 @@ def generator_loss(generator, critic, noise):
 
 
 def optimizers_of(generator, critic):
-    """Two optimizers, and a schedule of each."""
+    """Return two optimizers, and a schedule for each."""
     both = torch.optim.Adam(generator.parameters(), 1e-2), torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9)
     return both, tuple(torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for each in both)
 
 
 class Gan(lumen.TaskModule):
-    """The generator moves in every `every`-th batch, the critic in each; each freezes the other."""
+    """Task whose generator moves in every `every`-th batch and critic in each; each step freezes the other."""
 
     def __init__(self, dtype=torch.float64, every=1):
         super().__init__()
@@ -85,7 +85,7 @@ class Gan(lumen.TaskModule):
 
 
 class Sharp(torch.optim.Optimizer):
-    """Moves where the loss is larger, takes the gradient there, and moves back by it, as SAM does."""
+    """Optimizer like SAM: it climbs to a larger loss, takes the gradient there, and steps from the old parameters."""
 
     def __init__(self, parameters, **options):
         super().__init__(parameters, {"rho": 0.05})
@@ -120,7 +120,7 @@ def sharp(parameters):
 
 
 class SharpByHand(Regression):
-    """The two steps of `Sharp`, in manual optimization."""
+    """Task with the two steps of `Sharp` in manual optimization."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__(dtype=dtype)

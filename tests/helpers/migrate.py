@@ -7,7 +7,7 @@ from lumen.cli import main
 
 
 def command(*words):
-    """Exit code, stdout and stderr of the command."""
+    """Run the command; return exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["migrate", *map(str, words)])

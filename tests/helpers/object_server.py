@@ -1,4 +1,4 @@
-"""An object store of the tests: a real server that speaks S3."""
+"""Object store of the tests: a real server that speaks S3."""
 
 import subprocess
 import sys
@@ -17,14 +17,14 @@ input()
 
 @contextmanager
 def object_server():
-    """The context with the URL of a server."""
+    """Start a server; yield its URL."""
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, stderr=-3, text=True)
     yield "http://{}:{}".format(*process.stdout.readline().split())
     process.communicate("")
 
 
 def environment_of(url):
-    """The variables that a process needs to use a server."""
+    """Return the environment variables that a process needs to use a server."""
     return {
         "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing",
         "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "2",

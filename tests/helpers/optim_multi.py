@@ -1,4 +1,4 @@
-"""Several optimizers as one train like a loop that steps each of them, and nothing that holds an optimizer notices."""
+"""Helpers for several optimizers as one."""
 
 from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import OneCycleLR
@@ -14,7 +14,7 @@ PAIRS = {
 
 
 def inner(module, kinds="SGD, AdamW"):
-    """One optimizer for the matrices of a module, one for the rest."""
+    """Return one optimizer for the matrices of a module, and one for the rest."""
     first, second = PAIRS[kinds]
     held = (
         [each for each in module.parameters() if each.ndim == 2],
@@ -24,14 +24,14 @@ def inner(module, kinds="SGD, AdamW"):
 
 
 def made(kind=None, dropout=0.0, **options):
-    """A task with other options than its class has."""
+    """Return a task with options that differ from its class."""
     task = (kind or Both)(dropout=dropout)
     vars(task).update(options)
     return task
 
 
 class Both(Regression):
-    """Trains with two optimizers and a schedule a loss whose first gradients may overflow in half precision."""
+    """Task that trains with two optimizers and a schedule; its first gradients may overflow in half precision."""
 
     kinds, overflow, wrap = "SGD, AdamW", 1.0, MultiOptimizer
 

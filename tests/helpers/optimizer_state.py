@@ -1,4 +1,4 @@
-"""Whatever an optimizer keeps, and wherever, a resumed run has it; what a hook adds to it is trained and saved."""
+"""Optimizers and tasks for tests of optimizer state."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def state_of(task):
 
 
 def resumed(folder, make, cuts=(4, 9, 14), **options):
-    """A run in one part and one in several: their tasks and optimizers."""
+    """Train one run without interruption and one in several parts; return their tasks and optimizers."""
     ends = []
     for name, steps in (("whole", cuts[-1:]), ("parts", cuts)):
         for max_steps in steps:
@@ -30,7 +30,7 @@ def resumed(folder, make, cuts=(4, 9, 14), **options):
 
 
 class Finetuning(Regression):
-    """Trains its head, then its body too, as callbacks that unfreeze a backbone do, by weighted means."""
+    """Task that trains its head, then its body too, like callbacks that unfreeze a backbone, by weighted means."""
 
     weighted, way, wrap = True, "group", staticmethod(lambda optimizer: optimizer)
 
@@ -59,7 +59,7 @@ class Finetuning(Regression):
 
 
 def by_hand(task, clip, epochs=3, window=2):
-    """The same training, as anybody would write it."""
+    """Train in a plain loop."""
     (optimizer,), (schedule,) = task.configure_optimizers()
     inputs, targets = regression_data(dtype=torch.float64)
     batches = [*zip(inputs.split(8), targets.split(8), strict=True)]
@@ -104,12 +104,12 @@ def whole(task):
 
 
 def number(tensor):
-    """All of a result, also where it was computed from parts."""
+    """Return all of a result, even one computed from shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class Sgd(Optimizer):
-    """Plain descent at a rate that something beside `state` decides."""
+    """Plain gradient descent whose rate is outside of `state`."""
 
     def __init__(self, parameters, lr=0.05):
         super().__init__(parameters, {"lr": lr})
@@ -130,7 +130,7 @@ class Sgd(Optimizer):
 
 
 class OwnStateDict(Sgd):
-    """A counter and a mean in a `state_dict` of its own."""
+    """Optimizer with a counter and a mean in a custom `state_dict`."""
 
     def begin(self):
         self._rest = {"k": 0, "mean": torch.zeros(())}
@@ -150,11 +150,11 @@ class OwnStateDict(Sgd):
 
 
 class Attributes(Sgd):
-    """A counter, and tensors by number, in attributes; the start, which a fresh optimizer would not know."""
+    """Optimizer with a counter, tensors by number and the initial parameters in attributes."""
 
     def begin(self):
         self.k, self.means = 0, []
-        self.held = [each for group in self.param_groups for each in group["params"]]  # references stay what they are
+        self.held = [each for group in self.param_groups for each in group["params"]]  # references stay valid
         self.start = [each.detach().clone() for each in self.held]
 
     def factor(self, parameter):
@@ -168,7 +168,7 @@ class Attributes(Sgd):
 
 
 class Global(Sgd):
-    """State under keys that are no parameters."""
+    """Optimizer with state under keys that are not parameters."""
 
     def factor(self, parameter):
         shared = self.state["global"]
@@ -178,7 +178,7 @@ class Global(Sgd):
 
 
 class ById(Sgd):
-    """State by the id of its parameter in dictionaries of `state`, of a group and of attributes; a set of ids."""
+    """Optimizer with state by parameter id in dictionaries of `state`, of a group and of attributes; a set of ids."""
 
     def begin(self):
         self.means, self.damped = {}, {id(self.param_groups[0]["params"][0])}
@@ -197,14 +197,14 @@ class ById(Sgd):
 
 
 class StateOfIds(ById):
-    """The ids are the keys of `state`, so that no optimizer around it may use tensors."""
+    """Optimizer with ids as keys of `state`, so that no wrapper may use tensors."""
 
     def kept(self, key):
         return self.state[key]
 
 
 class ByAddress(Sgd):
-    """State by an address that no other process knows."""
+    """Optimizer with state by a memory address, which no other process has."""
 
     def factor(self, parameter):
         self.state[parameter.data_ptr()]["mean"] = parameter.grad.abs()
@@ -212,7 +212,7 @@ class ByAddress(Sgd):
 
 
 class Around(Sgd):
-    """An optimizer inside with a state that it does not share, and a `load_state_dict` that knows nothing of it."""
+    """Wrapper of an optimizer with separate state, whose `load_state_dict` ignores the inner optimizer."""
 
     def begin(self):
         self.base = AdamW(self.param_groups, lr=0.01)
@@ -235,7 +235,7 @@ WRAPS = {
 
 
 class WithOwn(Regression):
-    """Trains with an optimizer of the user's own and a schedule."""
+    """Task that trains with a user's optimizer and a schedule."""
 
     kind, wrap = OwnStateDict, "alone"
 

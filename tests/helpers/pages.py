@@ -1,4 +1,4 @@
-"""What the pages for contributors say of the code is so."""
+"""Helpers for the pages."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ PAGES = {name: (HOME / name).read_text() for name in NAMES}
 
 
 def rows(page, heading):
-    """The cells of the first table below a heading, but for its own heading."""
+    """Return the cells of the first table below a heading, without the header row."""
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGES[page], re.S | re.M)
     table = re.search(r"^\|.*?(?=\n\n|\Z)", section, re.S | re.M)[0]
     return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in table.splitlines()[2:]]
@@ -32,13 +32,13 @@ COLLECTIVE = {
 
 
 def snippets(page="docs/guides/data-loaders.md"):
-    """The programs of a page, in their order."""
+    """Return the programs of a page, in order."""
     text = (HOME / page).read_text()
     return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)```", text, re.S | re.M)]
 
 
 def programs_run(page, *replaced):
-    """Execute the programs of a page one after the other; yields what they define so far after each."""
+    """Execute the programs of a page in order; after each, yield the names defined so far."""
     found = {"__name__": "page"}
     for number, program in enumerate(snippets(page)):
         for old, new in replaced:

@@ -1,4 +1,4 @@
-"""A task whose predictions say of which sample they are."""
+"""Task whose predictions identify their samples."""
 
 import json
 
@@ -21,7 +21,7 @@ def data(count=10, **options):
 
 
 def read(folder):
-    """Samples by index, of whatever files there are: (loader, index) with what was predicted."""
+    """Return samples by index, from all existing files: (loader, index) with the prediction."""
     found = []
     for path in sorted(folder.iterdir()):
         if path.suffix == ".jsonl":

@@ -1,4 +1,4 @@
-"""The state of this process that a run could leave changed."""
+"""State of this process that a run could change."""
 
 import atexit
 import gc
@@ -18,7 +18,7 @@ from torch import nn
 
 
 def open_files():
-    """What the descriptors of this process are, by number: not that of the directory that is being read."""
+    """Return the open descriptors of this process, by number, without the one of the listing."""
     numbers = {int(each) for each in os.listdir("/proc/self/fd")}
     found = {}
     for number in numbers:
@@ -28,7 +28,7 @@ def open_files():
 
 
 def what_is_there():
-    """What a run could leave behind in its process."""
+    """Return everything that a run could leave behind in its process."""
     loggers = [logging.root, *(each for each in logging.root.manager.loggerDict.values() if hasattr(each, "handlers"))]
     caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(), re.M)
     return {

@@ -1,4 +1,4 @@
-"""ProgressBar: the right numbers, on any terminal and without one, and a terminal left as it was."""
+"""Helpers for the progress bar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 4
 
 
 class Task(lumen.TaskModule):
-    """Logs the number of the step in progress, so that what is shown can be checked against the step beside it."""
+    """Task that logs the number of the current step, so that a test can compare it with the shown step."""
 
     def __init__(self, pause_s: float = 0.0, at: dict[int, Callable[[], Any]] | None = None, bar: bool = True) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def loader(batches: int) -> DataLoader[Any]:
 
 
 def show_on(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, width: int = 80) -> Callable[[], str]:
-    """Give Lumen a console; returns what reads everything written to it."""
+    """Give Lumen a console; return a function that reads its whole text."""
     file = io.StringIO()
     screen = Console(file=file, force_terminal=terminal, width=width, soft_wrap=True, _environ={"TERM": "xterm"})
     monkeypatch.setattr("lumen.console.console", screen)

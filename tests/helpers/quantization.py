@@ -1,4 +1,4 @@
-"""A task whose layers compute as if they had few bits."""
+"""Task with layers that compute like quantized ones."""
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class Quantized(lumen.TaskModule):
 
 
 def quantized(folder, steps=None, **options):
-    """Where the task ends, whole."""
+    """Train and return the final, unsharded parameters."""
     length = {"max_epochs": 2} if steps is None else {"max_epochs": 2, "max_steps": steps}
     task = Quantized()
     quiet_trainer(folder, resume="auto", **length, **options).fit(task, Quantized.batches())

@@ -1,4 +1,4 @@
-"""Counts what torch's compiler does in a run."""
+"""Counters of torch's compiler in a run."""
 
 import torch
 from torch import nn
@@ -10,10 +10,10 @@ from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader
 
 
 class Counting(lumen.Callback):
-    """Notes after each step and each validation how much has been compiled.
+    """Callback that records the compiler's counters after each step and each validation.
 
     Attributes:
-        seen: The epoch, then (graphs, breaks in a graph, pieces of code that were looked at) since the run began.
+        seen: The epoch, then (graphs, graph breaks, traced pieces of code) since the run began.
     """
 
     def __init__(self):
@@ -27,7 +27,7 @@ class Counting(lumen.Callback):
     on_validation_end = on_step_end
 
     def after(self, epoch):
-        """What had been compiled when an epoch was over, its validation included."""
+        """Return the counts at the end of an epoch, including its validation."""
         return [found for of, found in self.seen if of == epoch][-1]
 
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Deep(Regression):
-    """Equal blocks between a first layer and a head; it logs, and its rate moves with every step."""
+    """Task with equal blocks between a first layer and a head; it logs, and its rate changes at every step."""
 
     def __init__(self, depth=2):
         super().__init__()
@@ -68,7 +68,7 @@ EPOCHS = 3
 
 
 def count(tmp_path, task, *, setting=None, batches=(loader, 40), callbacks=(), **options):
-    """What a compiled run of some epochs has compiled, after each."""
+    """Return the counts of a compiled run after each epoch."""
     make, samples, *others = batches
     counting = Counting()
     options = {"max_epochs": EPOCHS, "compile": {"backend": "eager"} | (setting or {})} | options

@@ -1,4 +1,4 @@
-"""Trainings that are recorded, and small changes that make two of them part."""
+"""Recorded trainings, and small changes that make two of them differ."""
 
 import os
 
@@ -11,7 +11,7 @@ from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader, regr
 
 
 class Deep(Regression):
-    """A task with norms, dropout and what is changed in place."""
+    """Task with norms, dropout and in-place changes."""
 
     def __init__(self, dropout=0.2, **options):
         super().__init__(dropout=dropout, **options)
@@ -24,7 +24,7 @@ class Deep(Regression):
 
 
 class Unkeyed(nn.Module):
-    """Adds what no seed decides."""
+    """Layer that adds unseeded numbers."""
 
     def forward(self, x):
         return x + 1e-3 * int.from_bytes(os.urandom(2), "little")
@@ -41,14 +41,14 @@ class _Disturbed(torch.autograd.Function):
 
 
 class UnkeyedBackward(nn.Module):
-    """Returns its input, and no twice the same gradient."""
+    """Module that returns its input, and a different gradient each time."""
 
     def forward(self, x):
         return _Disturbed.apply(x)
 
 
 class WithModule(Deep):
-    """One layer is another module."""
+    """Task with another module as one layer."""
 
     def __init__(self, module):
         super().__init__()
@@ -56,7 +56,7 @@ class WithModule(Deep):
 
 
 class OtherRate(Deep):
-    """Learns twice as fast from step 3 on."""
+    """Task whose rate doubles from step 3 on."""
 
     def on_train_batch_start(self, batch):
         if self.global_step == 2:
@@ -64,7 +64,7 @@ class OtherRate(Deep):
 
 
 class OtherDropout(Deep):
-    """Draws other masks in step 2."""
+    """Task that draws other masks in step 2."""
 
     def on_train_batch_start(self, batch):
         if self.global_step == 1:
@@ -72,7 +72,7 @@ class OtherDropout(Deep):
 
 
 def other_layer():
-    """A task of which one layer begins elsewhere."""
+    """Return a task of which one layer has other initial values."""
     task = Deep()
     with torch.no_grad():
         task.net[4].bias += 1e-6
@@ -80,14 +80,14 @@ def other_layer():
 
 
 def changed_sample(number):
-    """The loader's data with another target of one sample."""
+    """Return the loader's data with another target for one sample."""
     inputs, targets = regression_data()
     targets[number] += 1e-3
     return DataLoader(TensorDataset(inputs, targets), 8, shuffle=True)
 
 
 def training(tmp_path, task=Deep, data=loader, **options):
-    """What trains with a recorder, the same each time."""
+    """Return a function that trains with a recorder, equally each time."""
 
     def fit(recorder, *others):
         settings = {"max_epochs": 2, "callbacks": [*others, recorder] if recorder else [*others]} | options
@@ -99,7 +99,7 @@ def training(tmp_path, task=Deep, data=loader, **options):
 
 
 class OtherLayer(Deep):
-    """One of its layers begins elsewhere."""
+    """Task of which one layer has other initial values."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ class OtherLayer(Deep):
 
 
 class WithUnkeyed(Deep):
-    """One layer adds what no seed decides."""
+    """Task of which one layer adds unseeded numbers."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class WithUnkeyed(Deep):
 
 
 class Failing(Deep):
-    """A user's bug, which shows in step 2."""
+    """Task with a user's bug, which appears in step 2."""
 
     def training_step(self, batch):
         if self.global_step == 1 and self.trainer.default_root_dir.name != "runs":
@@ -125,10 +125,10 @@ class Failing(Deep):
 
 
 class Points(lumen.DataModule):
-    """The data of `loader`.
+    """Data of `loader`.
 
     Args:
-        changed: A sample whose target is another one.
+        changed: Number of a sample with another target.
     """
 
     def __init__(self, changed: int | None = None):

@@ -1,4 +1,4 @@
-"""The record that every run directory has, metrics.csv and system.csv: what it costs, what is in it, and when."""
+"""Helpers for the records of a run."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def fit(tmp_path, task=None, **options):
 
 
 class CutInValidation(Regression):
-    """Is asked to leave in the validation of a step."""
+    """Task that requests a stop in the validation of a step."""
 
     def __init__(self, step=None):
         super().__init__()
@@ -30,7 +30,7 @@ class CutInValidation(Regression):
 
 
 def stops_after(folder, step, strategy):
-    """The record of a run that a plateau ends after its second validation, cut in a validation or not."""
+    """Return the record of a run that a plateau ends after its second validation, perhaps interrupted in one."""
     options = {
         "max_epochs": 9, "log_every_n_steps": 4, "val_check_interval": 3, "gradient_clip_val": 1.0,
         "strategy": strategy,

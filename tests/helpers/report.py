@@ -1,4 +1,4 @@
-"""Runs as they lie on a disk, and the reports that are made of them, read as a browser reads them."""
+"""Stored runs, and their reports, read like a browser."""
 
 import base64
 import gzip
@@ -31,7 +31,7 @@ FILES = {
 
 
 def recorded(path, **others):
-    """The directory of a run: FILES, but for those that are given with other contents, or None for none."""
+    """Write the directory of a run: FILES, except for files with other contents; None leaves a file out."""
     path = Path(path)
     path.mkdir(parents=True)
     for name, text in (FILES | {name.replace("_", ".", 1): text for name, text in others.items()}).items():
@@ -41,12 +41,12 @@ def recorded(path, **others):
 
 
 class Page(HTMLParser):
-    """A report.
+    """Report.
 
     Attributes:
         tags: Name and attributes of each element.
-        text: What is shown, with single blanks.
-        scripts: What each script holds.
+        text: Visible text, with single blanks.
+        scripts: Contents of each script.
     """
 
     def __init__(self, text):
@@ -75,7 +75,7 @@ class Page(HTMLParser):
 
     @property
     def allowed(self):
-        """Digests of the scripts that the page's policy lets run."""
+        """Return the digests of the scripts that the page's policy allows."""
         return set(re.findall(r"'sha256-([^']+)'", self.policy))
 
     @property
@@ -83,7 +83,7 @@ class Page(HTMLParser):
         return next(each["content"] for tag, each in self.tags if each.get("http-equiv") == "Content-Security-Policy")
 
     def drawn(self):
-        """The arrays in what bokeh draws, by the names of their columns: a list for each."""
+        """Return the arrays in bokeh's charts, by the names of their columns: a list for each."""
         arrays = {"x": [], "y": []}
         pattern = r'\["([xy])",\{"type":"ndarray","array":\{"type":"bytes","data":"([^"]*)"\}[^}]*"dtype":"(\w+)"'
         for column, data, dtype in re.findall(pattern, self.scripts[2]):
@@ -97,10 +97,10 @@ def digest(script):
 
 @pytest.fixture
 def report(tmp_path, capsys):
-    """What `lumen report` writes about runs."""
+    """Write a report of runs with `lumen report`, and read it."""
 
     def make(*runs):
-        from lumen.cli import main  # not of the core, whose tests use this file too
+        from lumen.cli import main  # imported here: the core's tests use this file without it
 
         output = tmp_path / "written" / "report.html"
         output.parent.mkdir(exist_ok=True)

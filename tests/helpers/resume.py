@@ -1,4 +1,4 @@
-"""Runs that go on: from where, into which directory, and what stands in the way."""
+"""Helpers for resumed runs."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class Expanded(Regression):
-    """Buffers that show one number, or one column, several times; and one that is a view of another."""
+    """Task with buffers that show one number, or one column, several times; and one that is a view of another."""
 
     def __init__(self, **options):
         super().__init__(**options | {"dtype": torch.float64})
@@ -25,7 +25,7 @@ class Expanded(Regression):
 
 
 def fit_expanded(folder, strategy="auto"):
-    """A run in two parts and a whole one."""
+    """Train a run in two parts and an uninterrupted one."""
     ends = []
     for name, cuts in (("whole", (9,)), ("parts", (4, 9))):
         for max_steps in cuts:

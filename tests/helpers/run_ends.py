@@ -1,4 +1,4 @@
-"""The checkpoints that a run has left."""
+"""Checkpoints that a run has left."""
 
 from lumen.checkpoint import find_checkpoints
 

@@ -1,4 +1,4 @@
-"""What tests of `lumen runs` share."""
+"""Helpers for tests of `lumen runs`."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ CONFIG = ONE_CALLBACK | {"trainer": TRAINER}
 
 @pytest.fixture
 def shown(capsys):
-    """What the command prints."""
+    """Return the output of the command."""
 
     def run(*words, code=0):
-        from lumen.cli import main  # not of the core, whose tests use this file too
+        from lumen.cli import main  # imported here: the core's tests use this file without it
 
         capsys.readouterr()
         assert main(["runs", *map(str, words)]) == code
@@ -28,7 +28,7 @@ def shown(capsys):
 
 @pytest.fixture
 def listed(shown):
-    """The same by the name of each run, from its JSON."""
+    """Return the JSON of the command by the name of each run."""
 
     def run(*words, code=0):
         runs = json.loads(shown("--json", *words, code=code))
@@ -40,7 +40,7 @@ def listed(shown):
 
 
 def fit(*words):
-    from lumen.cli import main  # not of the core, whose tests use this file too
+    from lumen.cli import main  # imported here: the core's tests use this file without it
 
     assert main(["fit", "--config", "line.yaml", *words]) == 0
 

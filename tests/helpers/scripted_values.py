@@ -11,7 +11,7 @@ LOSSES, SCORES = [5, 4, 6, 7, 8, 9], [10, 30, 20, 15, 12, 11]
 
 
 class Scripted(lumen.TaskModule):
-    """Logs a given sequence of validation values, one per epoch of two steps."""
+    """Task that logs a given sequence of validation values, one per epoch of two steps."""
 
     def __init__(self, values):
         super().__init__()
@@ -37,7 +37,7 @@ def fit_scripted(tmp_path, values, callbacks, **options):
 
 
 class Both(lumen.TaskModule):
-    """Logs a loss, of which less is better, and a score, of which more is."""
+    """Task that logs a loss, where less is better, and a score, where more is better."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Both(lumen.TaskModule):
         return (self.weight - batch[0]).pow(2).mean()
 
     def validation_step(self, batch):
-        epoch = self.current_epoch % len(LOSSES)  # an evaluation after `fit` is in the epoch that would come next
+        epoch = self.current_epoch % len(LOSSES)  # an evaluation after `fit` is in the next epoch
         self.log("loss", LOSSES[epoch])
         self.log("score", SCORES[epoch])
 

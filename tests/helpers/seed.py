@@ -1,4 +1,4 @@
-"""`seed_everything` chooses the seed of the runs of its process, as the option of the command line does."""
+"""Helper for tests of the seed."""
 
 from torch.utils.data import DataLoader
 
@@ -10,7 +10,7 @@ def trainer_of(tmp_path, **options):
 
 
 def order(trainer):
-    """The seed of a run, and which samples its steps saw, in which order."""
+    """Return the seed of a run, and the samples of its steps in order."""
     task = Seeing()
     trainer.fit(task, DataLoader(Drawing(), 8, shuffle=True))
     return trainer.run.seed, [batch[2].tolist() for batch in task.epochs[0]]

@@ -1,4 +1,4 @@
-"""Records of services, read back: nothing here uses the network."""
+"""Records of services, read back without the network."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ os.environ.update(OFFLINE)
 
 
 def of_wandb(directory, values=True):
-    """{name: [(step, value), ...]} of all offline parts of a run, in the order in which `wandb sync` sends them."""
+    """Return {name: [(step, value), ...]} of all offline parts of a run, in the order of `wandb sync`."""
     from lumen.integrations.wandb_files import read_history
 
     found, numbers = {}, []
@@ -38,7 +38,7 @@ def of_wandb(directory, values=True):
 
 
 def records_of_wandb(directory):
-    """All other records of the newest part, as the library describes them."""
+    """Return all other records of the newest part, as the library describes them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     from lumen.integrations.wandb_files import _iterate_records
@@ -49,14 +49,14 @@ def records_of_wandb(directory):
 
 def client_of(uri):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The ``noload`` loader")  # SQLAlchemy to MLflow
+        warnings.filterwarnings("ignore", "The ``noload`` loader")  # a warning of SQLAlchemy about MLflow
         from mlflow.tracking import MlflowClient
 
         return MlflowClient(tracking_uri=uri)
 
 
 def runs_of_mlflow(uri):
-    """All runs, the oldest first."""
+    """Return all runs, the oldest first."""
     client = client_of(uri)
     return client.search_runs(
         [each.experiment_id for each in client.search_experiments()], order_by=["attributes.start_time ASC"]
@@ -64,7 +64,7 @@ def runs_of_mlflow(uri):
 
 
 def of_mlflow(uri, run_id):
-    """{name: [(step, value), ...]} of a run, in the order of its record."""
+    """Return {name: [(step, value), ...]} of a run, in the order of its record."""
     client = client_of(uri)
     return {
         name: [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
@@ -73,7 +73,7 @@ def of_mlflow(uri, run_id):
 
 
 def runs_of_aim(place):
-    """All runs, the oldest first; open to be written, since what is only read has to be indexed by a server first."""
+    """Return all runs, the oldest first; opened for writing, since a server must index a read-only store first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of SQLAlchemy
         import aim
@@ -83,7 +83,7 @@ def runs_of_aim(place):
 
 
 def of_aim(run):
-    """{name: [(step, value), ...]} of a run, in the order of steps."""
+    """Return {name: [(step, value), ...]} of a run, in the order of steps."""
     found = {}
     for metric in run.metrics():
         steps, (values, *_) = metric.data.numpy()
@@ -92,14 +92,14 @@ def of_aim(run):
 
 
 class Databases:
-    """MLflow takes seconds to make one: here are copies."""
+    """Copies of an empty MLflow database, which takes seconds to create."""
 
     def __init__(self, folder):
         self._first = folder / "mlflow.db"
         client_of(f"sqlite:///{self._first}")
 
     def uri(self, folder):
-        """Of a database that nobody has used, where a run in `folder / "runs"` looks for it."""
+        """Return the URI of a new database, where a run in `folder / "runs"` looks for it."""
         place = folder / "runs" / "mlflow.db"
         if not place.exists():
             place.parent.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ class Databases:
 
 
 def of_csv(directory):
-    """{name: [(step, value), ...]} of `metrics.csv` and `system.csv`, every digit."""
+    """Return {name: [(step, value), ...]} of `metrics.csv` and `system.csv`, with every digit."""
     import csv
 
     found = {}
@@ -122,7 +122,7 @@ def of_csv(directory):
 
 
 class Everything(Regression):
-    """Gives each logger an image, a histogram and a text at every second step."""
+    """Task that gives each logger an image, a histogram and a text at every second step."""
 
     def training_step(self, batch):
         if self.global_step % 2 == 0:
@@ -135,7 +135,7 @@ class Everything(Regression):
 
 
 class At(lumen.Callback):
-    """Does something when a step begins."""
+    """Callback that calls a function when a step begins."""
 
     def __init__(self, **actions):
         self.actions = {int(name.removeprefix("step_")): action for name, action in actions.items()}

@@ -1,4 +1,4 @@
-"""What processes hold of tensors that are cut up."""
+"""Shards of tensors on each process."""
 
 import gc
 
@@ -11,13 +11,13 @@ def whole(tensor):
 
 
 def lists(named):
-    """Each tensor of a dictionary, whole, as lists."""
+    """Return each tensor of a dictionary, unsharded, as lists."""
     return {name: whole(each).tolist() for name, each in named.items()}
 
 
 def held_bytes():
-    """Bytes of all tensors that this process holds, however many share them."""
+    """Return the bytes of all tensors that this process holds, each storage counted once."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    tensors = [each for each in found if not each.is_meta and each.layout is torch.strided]  # sparse ones have several
+    tensors = [each for each in found if not each.is_meta and each.layout is torch.strided]  # sparse: several storages
     storages = [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

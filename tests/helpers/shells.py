@@ -1,4 +1,4 @@
-"""Interactive shells in a terminal of their own, with the completion of `lumen`."""
+"""Interactive shells in a new terminal, with the completion of `lumen`."""
 
 import os
 import pty
@@ -24,12 +24,12 @@ _BEGIN = {
         "source {script}; function fish_prompt; echo -n 'ready-for-''words '; end; clear\n",
     ),
 }
-_SHOW = "\x01echo '<\x05>'\r"  # around the line
+_SHOW = "\x01echo '<\x05>'\r"  # escape sequences around the line
 _LIMIT_S = 30
 
 
 def completed(shell, typed, folder, script):
-    """What a line becomes after the keys of `typed`, TABs among them, as the shell shows it."""
+    """Return the line after the keys of `typed`, TABs among them, as the shell shows it."""
     words, begin = _BEGIN[shell]
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
@@ -40,7 +40,7 @@ def completed(shell, typed, folder, script):
     environment = os.environ | {
         "PATH": f"{programs}:{os.environ['PATH']}", "TERM": "xterm", "HOME": str(folder), "COLUMNS": "200",
     }  # fmt: skip
-    process, ours = pty.fork()  # with a terminal that controls it: fish wants one
+    process, ours = pty.fork()  # with a controlling terminal, which fish needs
     if process == 0:
         os.chdir(folder)
         os.execvpe(words[0], words, environment)
@@ -56,7 +56,7 @@ def completed(shell, typed, folder, script):
 
 
 def _read_until(terminal, pattern, ends=""):
-    """What the terminal is sent, up to a pattern that is followed by some text; returns its first match."""
+    """Read the terminal up to a pattern that is followed by some text; return its first match."""
     text, end = "", time.monotonic() + _LIMIT_S
     while time.monotonic() < end:
         if select.select([terminal], [], [], 1)[0]:

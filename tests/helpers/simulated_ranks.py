@@ -1,4 +1,4 @@
-"""The data side of several ranks in one process: threads that work one at a time and meet where ranks gather."""
+"""Data of several ranks in one process: threads that work one at a time and meet at collectives."""
 
 import threading
 from collections import defaultdict
@@ -13,17 +13,17 @@ from lumen.data.windows import RankSlice
 
 
 class Ranks:
-    """Runs a function on every rank of a world; each works until it waits for the others, or ends.
+    """Runner of a function on every rank of a world; each works until it waits for the others, or ends.
 
-    One at a time, because what they draw comes from the generators of one process.
+    The threads work one at a time, because they draw from the generators of one process.
     """
 
     def __init__(self, world, *, needs_dummies=False):
         self.world, self.needs_dummies = world, needs_dummies
-        self.told = []  # what was gathered, by occasion and rank
+        self.told = []  # gathered values, by occasion and rank
 
     def run(self, function):
-        """What `function(rank_slice)` returned on each rank, or the error that it raised."""
+        """Return the result of `function(rank_slice)` on each rank, or the error that it raised."""
         self.told, self._calls, self._ended = [], defaultdict(int), set()
         self._turn = threading.Condition()
         self._results = [None] * self.world
@@ -63,11 +63,11 @@ class Ranks:
 
 
 class Hang(Exception):
-    """Ranks that would wait for each other for ever."""
+    """Error: ranks that would wait for each other for ever."""
 
 
 class Seen(NamedTuple):
-    """A micro-batch as a rank was given it."""
+    """Micro-batch of a rank."""
 
     content: object
     index: int
@@ -81,7 +81,7 @@ class Seen(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A window as a rank was given it."""
+    """Window of a rank."""
 
     micros: list
     sizes: list
@@ -90,7 +90,7 @@ class Step(NamedTuple):
 
 
 def content(batch):
-    """A batch as plain data, which can be compared."""
+    """Return a batch as plain data, which can be compared."""
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
     if isinstance(batch, dict):
@@ -101,7 +101,7 @@ def content(batch):
 
 
 def read(adapter, epoch=0, position=None, limit=None, steps=None):
-    """The steps of an epoch, or as many as wanted; and the position after them."""
+    """Return the steps of an epoch, or the wanted number of steps, and the position after them."""
     position, given = position or Position(), []
     windows = adapter.iterate_windows(epoch, position, limit)
     while (steps is None or len(given) < steps) and (window := next(windows, None)) is not None:
@@ -113,9 +113,9 @@ def read(adapter, epoch=0, position=None, limit=None, steps=None):
 
 
 def together(ranks, *, needs_dummies=False):
-    """What all ranks were given, as one process would have been: the micro-batches of each step, in their order.
+    """Return the micro-batches of all ranks in the order of one process, by step.
 
-    Checks that the ranks agree about each step, go the same number of rounds, and have something to do while they can.
+    The function checks that the ranks agree about each step, have the same number of rounds, and work while they can.
     """
     assert len({len(steps) for steps in ranks}) == 1
     whole = []
@@ -139,5 +139,5 @@ def together(ranks, *, needs_dummies=False):
 
 
 def plain(steps):
-    """What is compared of micro-batches: not whose first or last they are."""
+    """Return the compared parts of micro-batches, without first and last marks."""
     return [[(micro.content, micro.index, micro.number, micro.samples, micro.loader) for micro in s] for s in steps]

@@ -1,4 +1,4 @@
-"""A SLURM of one node on this host, for the time of a test: the real daemons, with files of their own."""
+"""SLURM of one node on this host, for the time of a test: the real daemons, with temporary files."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ PartitionName=high Nodes={host} PriorityTier=9 PreemptMode=OFF State=UP
 
 @contextmanager
 def cluster(folder):
-    """The context with the daemons; it gives the environment in which SLURM's programs find them."""
+    """Start the daemons; yield the environment in which SLURM's programs find them."""
     folder.mkdir(mode=0o755)
     for name in ("state", "spool"):
         (folder / name).mkdir()
@@ -80,12 +80,12 @@ def cluster(folder):
 
 
 def told(environment, *command):
-    """What a program of SLURM prints."""
+    """Return the output of a program of SLURM."""
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
 
 def until(is_so, what, most_s=180):
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     end_s = time.monotonic() + most_s
     while not is_so():
         assert time.monotonic() < end_s, f"no {what} in {most_s} s"

@@ -1,4 +1,4 @@
-"""Finds the network addresses that processes listen on."""
+"""Addresses on which processes listen."""
 
 import ipaddress
 import os
@@ -22,7 +22,7 @@ def _sockets_of(process):
     for name in os.listdir(folder):
         try:
             target = os.readlink(f"{folder}/{name}")
-        except FileNotFoundError:  # It was closed since.
+        except FileNotFoundError:  # it was closed meanwhile
             continue
         if target.startswith("socket:["):
             yield target.removeprefix("socket:[").removesuffix("]")

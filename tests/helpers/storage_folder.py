@@ -1,4 +1,4 @@
-"""Finding, setting aside and removing checkpoints in their folder."""
+"""Helper for the folder of checkpoints."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.helpers.checkpoints import small
 
 
 def verify(folder, processes=SINGLE_PROCESS, *, removes=True):
-    """Find the newest checkpoint of two; it may be removed, and another one saved, in the middle of verifying it."""
+    """Find the newest of two checkpoints, which may be removed and replaced while it is verified."""
     digest = manifest.compute_sha256
 
     def removing(path, size):

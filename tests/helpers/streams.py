@@ -1,11 +1,11 @@
-"""Streams that several rooms read."""
+"""Streams that tests of several packages read."""
 
 import torch
 from torch.utils.data import IterableDataset
 
 
 class Buffered(IterableDataset):
-    """A shuffle buffer whose state is the buffer itself, not a copy; it goes on where it stood."""
+    """Stream with a shuffle buffer whose state is the buffer itself, not a copy, and which resumes from its state."""
 
     def __init__(self, samples=22, held=6):
         self.samples, self.held, self.read, self.buffer = samples, held, 0, []

@@ -1,4 +1,4 @@
-"""A training of which the last epochs are averaged, and what it is by torch's own tools."""
+"""Training whose last epochs are averaged, and the same with torch's tools."""
 
 import torch
 from torch.optim.lr_scheduler import StepLR
@@ -12,7 +12,7 @@ EPOCHS, START, SAMPLES, BATCH = 6, 3, 48, 8
 
 
 class Scheduled(Normed):
-    """Without dropout, so that anybody's loop draws the same."""
+    """Task without dropout, so that a plain loop draws the same numbers."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Scheduled(Normed):
 
 
 def average(folder, callback, *callbacks, steps=None, task=None, **options):
-    """Where the task ends, and its trainer."""
+    """Train; return the final parameters and the trainer."""
     task = Scheduled() if task is None else task
     length = {"max_epochs": EPOCHS} | ({} if steps is None else {"max_steps": steps})
     trainer = quiet_trainer(folder, callbacks=[callback, *callbacks], resume="auto", **length, **options)
@@ -34,7 +34,7 @@ def average(folder, callback, *callbacks, steps=None, task=None, **options):
 
 
 def by_hand(annealing, strategy, rate=0.02, *, use_buffers=True):
-    """The same by torch's own tools: the mean, and the rate of each epoch."""
+    """Train with torch's tools; return the mean, and the rate of each epoch."""
     task = Scheduled()
     (optimizer,), (schedule,) = task.configure_optimizers()
     mean, rates = AveragedModel(task.net, use_buffers=use_buffers), []

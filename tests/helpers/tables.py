@@ -1,9 +1,9 @@
-"""Read the records that a run writes."""
+"""Records of a run, read."""
 
 import csv
 
 
 def rows_of(path):
-    """The rows of a CSV file, each by the names of its columns."""
+    """Return the rows of a CSV file, each by the names of its columns."""
     with path.open(newline="") as file:
         return [*csv.DictReader(file)]

@@ -13,7 +13,7 @@ FEATURES = 6
 
 
 def regression_data(samples=50, dtype=torch.float32, seed=0):
-    """Inputs (samples, 6) and targets (samples, 1) of a noisy linear map."""
+    """Return inputs (samples, 6) and targets (samples, 1) of a noisy linear map."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
     targets = inputs.sum(1, keepdim=True).sin() + 0.1 * torch.randn(
@@ -23,19 +23,19 @@ def regression_data(samples=50, dtype=torch.float32, seed=0):
 
 
 def loader(samples=50, batch_size=8, *, shuffle=True, dtype=torch.float32, **options):
-    """A standard loader over `regression_data`."""
+    """Return a standard loader over `regression_data`."""
     return DataLoader(TensorDataset(*regression_data(samples, dtype)), batch_size, shuffle=shuffle, **options)
 
 
 def network(dropout=0.0, dtype=torch.float32, seed=0):
-    """A two-layer perceptron with known initial weights."""
+    """Return a two-layer perceptron with known initial weights."""
     torch.manual_seed(seed)
     layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
     return layers.to(dtype)
 
 
 def backward(net):
-    """Gradients of a `network` in float64 over all of `regression_data`. Returns the loss."""
+    """Compute the gradients of a `network` in float64 over all of `regression_data`. Return the loss."""
     inputs, targets = regression_data(dtype=torch.float64)
     net.zero_grad(set_to_none=True)
     loss = nn.functional.mse_loss(net(inputs), targets)
@@ -44,12 +44,12 @@ def backward(net):
 
 
 def weights(module):
-    """A copy of all parameters as one vector."""
+    """Return a copy of all parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 class Regression(lumen.TaskModule):
-    """Least squares with everything a typical task logs."""
+    """Least squares with all common logged values."""
 
     def __init__(self, lr=1e-2, dropout=0.0, dtype=torch.float32, optimizer="AdamW"):
         super().__init__()
@@ -81,7 +81,7 @@ class Regression(lumen.TaskModule):
 
 
 class Drawing(Dataset):
-    """A data set whose augmentation draws from torch, numpy and `random`, as careless user code does."""
+    """Data set whose augmentation draws from torch, numpy and `random`, like careless user code."""
 
     def __init__(self, samples=40):
         self.inputs, self.targets = regression_data(samples)
@@ -95,19 +95,19 @@ class Drawing(Dataset):
 
 
 def quiet_trainer(tmp_path, **options):
-    """A trainer that writes below a test's directory and shows nothing."""
+    """Return a trainer that writes below a test's directory and shows nothing."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_level": "ERROR"}
     options = {"accelerator": "cpu", "seed": 3} | quiet | options
     return lumen.Trainer(default_root_dir=tmp_path / "runs", name="run", **options)
 
 
 def bare_trainer(tmp_path, **options):
-    """A trainer that writes nothing."""
+    """Return a trainer that writes no files."""
     return quiet_trainer(tmp_path, **{"logger": False, "enable_checkpointing": False} | options)
 
 
 class Seeing(lumen.TaskModule):
-    """Keeps every batch it is given, by epoch."""
+    """Task that keeps every batch, by epoch."""
 
     def __init__(self):
         super().__init__()
@@ -122,25 +122,25 @@ class Seeing(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def samples(self, epoch):
-        """The first field of an epoch's samples, in the order they came."""
+        """Return the first field of an epoch's samples, in order."""
         batches = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in self.epochs[epoch]]
         return torch.cat(batches).tolist()
 
 
 def seen(tmp_path, data, **options):
-    """What a task is given by a loader."""
+    """Return the batches that a task gets from a loader."""
     task = Seeing()
     bare_trainer(tmp_path, **{"max_epochs": 2} | options).fit(task, data)
     return task
 
 
 def numbers(samples=20):
-    """A data set whose samples are their own numbers."""
+    """Return a data set whose samples are their numbers."""
     return TensorDataset(torch.arange(samples))
 
 
 class Saving(lumen.Callback):
-    """Saves a checkpoint at one step."""
+    """Callback that saves a checkpoint at one step."""
 
     def __init__(self, step, path):
         self.step, self.path = step, path

@@ -1,3 +1,3 @@
-"""What a terminal is sent."""
+"""Text sent to a terminal."""
 
-HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # cursor codes

@@ -1,7 +1,7 @@
-"""Import torchvision beside a CPU build of torch, whose libraries do not satisfy torchvision's compiled file.
+"""Import torchvision with a CPU build of torch, whose libraries do not fit torchvision's compiled file.
 
-All of torchvision that is written in Python works without that file, but it looks up one operator on import, and
-detection calls it: `nms`, which is written here. Where the compiled file works, nothing is done.
+All of torchvision's Python code works without that file, but it looks up one operator on import, `nms`, which detection
+calls and this module defines. If the compiled file works, this module changes nothing.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from torch import library as operators
 
 
 def nms(boxes, scores, iou_threshold):
-    """Indices of the boxes that no better one overlaps by more than the threshold, the best first."""
+    """Return the indices of boxes that no better box overlaps by more than the threshold, the best first."""
     (x1, y1, x2, y2), kept = boxes.unbind(1), []
     areas, left = (x2 - x1) * (y2 - y1), scores.argsort(descending=True, stable=True)
     while len(left):

@@ -1,4 +1,4 @@
-"""A run in which a callback speaks by loggers of the user."""
+"""Run with a callback that logs through the user's loggers."""
 
 import logging
 
@@ -7,7 +7,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class Says(lumen.Callback):
-    """Says something of each level, by the logger of a name."""
+    """Callback that logs a message of each level with a named logger."""
 
     def __init__(self, *names):
         self.names = names

@@ -1,4 +1,4 @@
-"""When validation runs, what it gives, and that it leaves nothing else behind; test and predict likewise."""
+"""Helper for tests of validation."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ def full_loss(task, samples):
 
 
 class Cramped(Regression):
-    """Has memory for a few samples; an attempt with more logs before it fails."""
+    """Task with memory for a few samples; an attempt with more logs a value before it fails."""
 
     def __init__(self, fits):
         super().__init__(dtype=torch.float64)

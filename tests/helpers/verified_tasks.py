@@ -1,4 +1,4 @@
-"""Tasks that keep every promise of Lumen's, and some that break one each, for `lumen verify`."""
+"""Tasks for `lumen verify`: some keep every promise of Lumen, and others break one each."""
 
 import os
 import time
@@ -33,7 +33,7 @@ class Data(lumen.DataModule):
 
 
 class Clean(lumen.TaskModule):
-    """A small network with dropout and a schedule."""
+    """Small network with dropout and a schedule."""
 
     def __init__(self, dropout: float = 0.0, lr: float = 1e-2):
         super().__init__()
@@ -58,7 +58,7 @@ class Clean(lumen.TaskModule):
 
 
 class ByOwnHand(Clean):
-    """The same, which moves its optimizer itself."""
+    """Task with manual optimization."""
 
     automatic_optimization = False
 
@@ -70,7 +70,7 @@ class ByOwnHand(Clean):
 
 
 class InTurns(ByOwnHand):
-    """Two optimizers, each of which empties its own gradients alone: the other's hold what was left over."""
+    """Task with two optimizers, each of which clears its own gradients only, so the other's have leftovers."""
 
     def training_step(self, batch):
         for optimizer in self.optimizers():
@@ -83,7 +83,7 @@ class InTurns(ByOwnHand):
 
 
 class LateOnRankZero(Clean):
-    """Rank 0 needs longer to end, as on a busy machine."""
+    """Task that ends later on rank 0, as on a busy machine."""
 
     def teardown(self, stage):
         if self.global_rank == 0:
@@ -91,18 +91,18 @@ class LateOnRankZero(Clean):
 
 
 class Exits(Clean):
-    """Ends its process in the first step, as a crash in native code does."""
+    """Task that ends its process in the first step, like a crash in native code."""
 
     def training_step(self, batch):
         print("the last words", flush=True)
         os._exit(3)
 
 
-# ---------------------------------------------------------------------- tasks that break a promise each
+# ---------------------------------------------------------------------- tasks that each break a promise
 
 
 class Norm(nn.Module):
-    """BatchNorm, whose running statistics come from the batches of a process."""
+    """Module with BatchNorm, whose running statistics come from the batches of a process."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class Norm(nn.Module):
 
 
 class OwnGenerator(nn.Module):
-    """Noise from a generator that no key seeds."""
+    """Module with noise from a generator that Lumen does not seed."""
 
     def __init__(self):
         super().__init__()
@@ -124,14 +124,14 @@ class OwnGenerator(nn.Module):
 
 
 class Entropy(nn.Module):
-    """Noise from the system."""
+    """Module with noise from the system."""
 
     def forward(self, x):
         return x * (1 + int.from_bytes(os.urandom(2), "little") / 65536)
 
 
 class Counts(nn.Module):
-    """Does more from call to call, and keeps no count that is saved."""
+    """Module that does more from call to call, and saves no counter."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ class Counts(nn.Module):
 
 
 class Unordered(nn.Module):
-    """Averages numbers in the order of a set of texts, another one in each interpreter: the last ones count most."""
+    """Module that averages numbers in the order of a set of strings, which differs in each interpreter."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ class Unordered(nn.Module):
 
 
 class Within(Clean):
-    """The network with a module in its middle.
+    """Task of the network with a module in its middle.
 
     Args:
         module: Name of a class of this file.
@@ -169,18 +169,18 @@ class Within(Clean):
 
 
 class Tokens(Clean):
-    """A mean over what a mask marks in the micro-batch, returned without its number."""
+    """Task that returns a mean over the masked tokens of the micro-batch without their number."""
 
     def training_step(self, batch):
         inputs, targets, mask = batch
         return ((self.net(inputs) - targets).square().squeeze(1) * mask).sum() / mask.sum().clamp(min=1)
 
     def validation_step(self, batch):
-        """There is nothing to see."""
+        """Log nothing."""
 
 
 class Contrasts(Clean):
-    """A loss that compares the samples of a micro-batch with each other."""
+    """Task with a loss that compares the samples of a micro-batch with each other."""
 
     def training_step(self, batch):
         outputs = self.net(batch[0])
@@ -188,14 +188,14 @@ class Contrasts(Clean):
 
 
 class Plays(Asking):
-    """Whose data asks the task itself."""
+    """Task whose data depends on the task itself."""
 
     def __init__(self):
         super().__init__(length=20)
 
 
 class ByHand(Clean):
-    """A metric that is averaged by hand over the batches that a process has seen."""
+    """Task with a metric that is averaged by hand over the batches of a process."""
 
     def on_validation_epoch_start(self):
         self.errors = []
@@ -208,7 +208,7 @@ class ByHand(Clean):
 
 
 class MovesNorm(Clean):
-    """BatchNorm that a hook puts into training mode for the validation."""
+    """Task with BatchNorm that a hook puts into training mode for the validation."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +219,7 @@ class MovesNorm(Clean):
 
 
 class BuiltApart(Clean):
-    """Parameters that each process draws for itself."""
+    """Task whose parameters each process draws without a seed."""
 
     def __init__(self):
         super().__init__()
@@ -228,14 +228,14 @@ class BuiltApart(Clean):
 
 
 class Replaced(Clean):
-    """Parameters that a hook replaces after the optimizer was made."""
+    """Task with parameters that a hook replaces after the optimizer was made."""
 
     def on_train_start(self):
         self.net[0] = nn.Linear(FEATURES, 8)
 
 
 class OnRankZero(lumen.Callback):
-    """Decays the weights, on one rank alone."""
+    """Callback that decays the weights on one rank alone."""
 
     def on_step_end(self, trainer, task):
         if trainer.is_global_zero and trainer.world_size > 1:
@@ -244,7 +244,7 @@ class OnRankZero(lumen.Callback):
 
 
 class Growing(Dataset):
-    """Becomes longer while it is read."""
+    """Data set that grows while it is read."""
 
     def __init__(self):
         self.inputs, self.targets = regression_data(40)
@@ -259,7 +259,7 @@ class Growing(Dataset):
 
 
 class Remembers(Dataset):
-    """A sample that depends on the one that was read before."""
+    """Data set whose samples depend on the sample before."""
 
     def __init__(self):
         self.inputs, self.targets = regression_data(40)
@@ -274,7 +274,7 @@ class Remembers(Dataset):
 
 
 class Clock(Dataset):
-    """A sample that depends on the time."""
+    """Data set whose samples depend on the time."""
 
     def __init__(self):
         self.inputs, self.targets = regression_data(40)
@@ -287,7 +287,7 @@ class Clock(Dataset):
 
 
 class OwnOrder(Sampler):
-    """An order from a generator that it makes for each pass."""
+    """Sampler with an order from a new generator for each pass."""
 
     def __init__(self, data):
         self.data = data
@@ -300,7 +300,7 @@ class OwnOrder(Sampler):
 
 
 class Marked(Data):
-    """Regression of which a mask says what counts."""
+    """Regression data with a mask of the tokens that count."""
 
     def __init__(self):
         super().__init__()
@@ -309,7 +309,7 @@ class Marked(Data):
 
 
 class OtherData(Data):
-    """The same with another data set, or another sampler.
+    """Clean task with another data set or sampler.
 
     Args:
         dataset: Name of a class of this file.
@@ -328,11 +328,11 @@ class OtherData(Data):
         return DataLoader(self.train, self.batch_size, sampler=globals()[self.sampler](self.train))
 
 
-# ---------------------------------------------------------------------- variants, in this process
+# ---------------------------------------------------------------------- variants in this process
 
 
 class Make:
-    """Builds a task and its data anew, as `lumen verify` does of a config."""
+    """Builder of a new task and its data, as `lumen verify` does with a config."""
 
     def __init__(self, task, data=Data, callbacks=()):
         self.task, self.data, self.callbacks = task, data, callbacks
@@ -345,7 +345,7 @@ class Make:
 
 
 def observed(folder, variant, make, precision="fp64"):
-    """What a variant has computed on this process, and the others of its group."""
+    """Return the results of a variant on this process and the others of its group."""
     place = folder / variant.name
     place.mkdir(exist_ok=True)
     outcome = Outcome()
@@ -358,7 +358,7 @@ def observed(folder, variant, make, precision="fp64"):
 
 
 def why(reference, other, tolerance=0.0, about=()):
-    """The cause of the first difference between two results; None: there is none."""
+    """Return the cause of the first difference between two results, or None."""
     if other.failure:
         return explain_failure(other, reference)
     ours, theirs = merge_outcomes(reference.outcomes), merge_outcomes(other.outcomes)

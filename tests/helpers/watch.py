@@ -1,4 +1,4 @@
-"""A process that gets no further says where it stands, also where no other one waits for it."""
+"""Helper for tests of the hang watch."""
 
 import logging
 import re
@@ -13,7 +13,7 @@ WHERE = re.compile(r'helpers/watch\.py", line \d+ in __getitem__')
 
 
 class Stuck(Dataset):
-    """Some samples are there once somebody has said where the run stands."""
+    """Data set of which some samples arrive only after the report of a location."""
 
     def __init__(self, said, indices=(5,)):
         self.said, self.indices = said, indices

@@ -1,4 +1,4 @@
-"""Optimizers that compute with whole matrices, as users write them, and a task that they train."""
+"""Optimizers that need unsharded matrices, like a user's, and a task for them."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from tests.helpers.tasks import FEATURES, Regression
 
 
 class Shampoo(Optimizer):
-    """Gupta et al. 2018, written on plain matrices: two preconditioners, their inverse roots at every second step."""
+    """Shampoo (Gupta et al. 2018) on plain matrices: two preconditioners, with inverse roots at every second step."""
 
     def __init__(self, params, lr=0.05, momentum=0.5):
         super().__init__(params, {"lr": lr, "momentum": momentum, "calls": 0})
@@ -40,7 +40,7 @@ class Shampoo(Optimizer):
 
 
 def root(matrix):
-    """Its inverse fourth root."""
+    """Return the inverse fourth root."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ torch.diag(values.clamp(min=1e-12) ** -0.25) @ vectors.T
 
@@ -53,7 +53,7 @@ KINDS = {
 
 
 class Matrices(Regression):
-    """Matrices of several shapes; one has fewer rows than there are processes, which only `WholeMatrices` is given."""
+    """Task with matrices of several shapes; one has fewer rows than processes and is for `WholeMatrices` only."""
 
     def __init__(self, kind="Muon", wraps=True):
         super().__init__(dtype=torch.float64)

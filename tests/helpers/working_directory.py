@@ -1,4 +1,4 @@
-"""Where the command line and programs are tried: a directory of their own, and no environment from outside."""
+"""Working directories for the command line and programs, without settings from the environment."""
 
 import os
 import re
@@ -36,12 +36,12 @@ CONFIG = {
 
 
 def commands_in(text):
-    """Every command that a run has printed, by the word before it."""
+    """Return every command that a run has printed, by the word before it."""
     return dict(re.findall(r"^(\w+): ((?:lumen|python\S*) .*)$", text, re.MULTILINE))
 
 
 def clear_environment(monkeypatch):
-    """No settings of Lumen and no processes from outside; what is started here finds the checkout."""
+    """Remove settings of Lumen and launchers from the environment; new processes find the checkout."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in os.environ:
@@ -51,14 +51,14 @@ def clear_environment(monkeypatch):
 
 @pytest.fixture
 def program_directory(tmp_path, monkeypatch):
-    """A working directory of its own for the programs that a test starts."""
+    """Change to a temporary working directory for the programs that a test starts."""
     monkeypatch.chdir(tmp_path)
     clear_environment(monkeypatch)
 
 
 @pytest.fixture
 def config_directory(request, tmp_path, monkeypatch):
-    """A working directory of its own, with the module's CONFIG as line.yaml, and no environment from outside."""
+    """Change to a temporary working directory with the module's CONFIG as line.yaml, and clear the environment."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in os.environ:
@@ -66,6 +66,6 @@ def config_directory(request, tmp_path, monkeypatch):
             monkeypatch.delenv(name)
     config = request.module.CONFIG
     Path("line.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False))
-    from tests.helpers.cli_tasks import Spy  # with torch, which conftest sets up first
+    from tests.helpers.cli_tasks import Spy  # imported after torch, which conftest configures first
 
     Spy.trainer = Spy.task = None

@@ -1,4 +1,4 @@
-"""One run that is killed and started again, again and again, and what must hold after each of its lives."""
+"""Run that is killed and started again many times, and the checks after each kill."""
 
 import json
 import signal
@@ -9,14 +9,14 @@ from lumen.checkpoint import Checkpoint, as_path_or_url, find_checkpoints, get_s
 
 BUCKET = "s3://lives"
 MODULE = "tests.promises.resumable_run"
-KILLED = "Signal 9 (SIGKILL)"  # what torchrun says of a rank
+KILLED = "Signal 9 (SIGKILL)"  # torchrun's message about a rank
 
 
 class Lives:
-    """One run that is killed and started again. After each of its lives everything is checked that must hold then.
+    """Run that is killed and started again, with all checks after each kill.
 
     Attributes:
-        longest_s: The longest time that it took, after a kill, until no process was left.
+        longest_s: The longest time from a kill until no process was left.
     """
 
     def __init__(self, directory, start, options):
@@ -26,20 +26,20 @@ class Lives:
         self.longest_s = 0.0
 
     def checkpoints_in(self, directory):
-        """The folder of the checkpoints of a run, which may be in an object store."""
+        """Return the folder of the checkpoints of a run, which may be in an object store."""
         return as_path_or_url(f"{BUCKET}{directory}") if self.options.get("s3") else directory / "run" / "checkpoints"
 
     def live(self, strike=None, *, start=None, kill=None, fails=False):
-        """Go on until the strike, or until what `kill(job)` kills, or to the end.
+        """Resume up to the strike, to the kill by `kill(job)`, or to the end.
 
         Args:
-            strike: Where a rank kills itself: its number, the event and which of these.
-            start: Starts the job; default: as always.
-            kill: Called with the job.
-            fails: The ranks are not killed, but may fail because of what is.
+            strike: Rank, event, and number of the event at which the rank kills itself.
+            start: Function that starts the job; the usual one by default.
+            kill: Function of the job that kills a process.
+            fails: True if ranks are not killed, but may fail because of the kill.
 
         Returns:
-            Whether it was killed.
+            True if the run was killed.
         """
         for file in self.directory.glob("begun-*"):
             file.unlink()
@@ -58,13 +58,13 @@ class Lives:
         return code != 0
 
     def check_checkpoints(self):
-        """What was committed last is there, and nothing is damaged."""
+        """Check that the last committed checkpoint exists and that no checkpoint is damaged."""
         complaints = []
         newest = open_newest_valid(self.checkpoints, complaints.append)
         assert not complaints
         if commits := self.noted("commits"):
             assert newest is not None
-            undone = "rolls_back" in self.options  # what is newer than where it goes back to is removed
+            undone = "rolls_back" in self.options  # the resumed run removes newer checkpoints
             assert undone or commits[-1] in [path.name for path in find_checkpoints(self.checkpoints)]
 
     def noted(self, file):
@@ -73,13 +73,13 @@ class Lives:
         return []
 
     def end(self, expected, *, start=None):
-        """Go on to the end, which must be the one of an undisturbed run."""
+        """Resume and train to the end, which must equal the end of an uninterrupted run."""
         assert not self.live(start=start)
         ends = [final_state(each, folder=self.checkpoints_in(each)) for each in (self.directory, expected)]
         for kept, wanted in zip(*ends, strict=True):
             assert kept == wanted
         ended = [(each / "ended.json").read_text() for each in (self.directory, expected)]
-        assert ended[0] == ended[1]  # what the task and the trainer hold
+        assert ended[0] == ended[1]  # state of the task and the trainer
         found = sorted(path.name for path in find_checkpoints(self.checkpoints))
         assert sorted(get_storage(self.checkpoints).list_names(self.checkpoints)) == found
         seen = surviving_samples(self.directory)
@@ -88,7 +88,7 @@ class Lives:
 
 
 def final_state(directory, name="run", folder=None):
-    """All tensors of a run's last checkpoint, everything else it holds, and its metrics, in comparable form."""
+    """Return all tensors of a run's last checkpoint, its other contents, and its metrics, in comparable form."""
     checkpoint = Checkpoint.open(find_checkpoints(folder or directory / name / "checkpoints")[-1])
     tensors = {
         (section, name): checkpoint.read_tensor(section, name).contiguous().view(-1).tolist()
@@ -101,7 +101,7 @@ def final_state(directory, name="run", folder=None):
 
 
 def surviving_samples(directory):
-    """Per epoch, how often each sample was trained on; what a resumed process repeats must repeat exactly."""
+    """Return per epoch how often each sample was trained on; a resumed process must repeat a step exactly."""
     history = {}
     for line in (directory / "samples.jsonl").read_text().splitlines():
         epoch, step, batch, indices = json.loads(line)

@@ -1,9 +1,9 @@
-"""One run that may be killed at any moment and started again, on one or several processes: that of test_exact_resume.
+"""Run of test_exact_resume: it may be killed at any moment and started again, on one or several processes.
 
     python -m tests.promises.resumable_run '{"devices": 2, "strategy": "fsdp", "workers": 2}'
 
-It works in the current directory, keeps a record of every sample it trained on and of every commit, and may be told
-where to kill itself.
+The program works in the current directory and records every trained sample and every commit. An option says where it
+kills itself.
 """
 
 import json
@@ -42,7 +42,7 @@ def whole(tensor):
 
 
 class Noisy(lumen.TaskModule):
-    """Dropout, batch norm, randomness of three libraries in the step, torchmetrics, a schedule and a plateau."""
+    """Task with dropout, batch norm, draws of three libraries in the step, torchmetrics, a schedule and a plateau."""
 
     def __init__(self, striker, fits=SAMPLES):
         super().__init__()
@@ -66,7 +66,7 @@ class Noisy(lumen.TaskModule):
         return loss, float(len(indices)) * (1.0 + batch_idx % 2)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        if not self.trainer.enable_checkpointing:  # a trial of a finder's
+        if not self.trainer.enable_checkpointing:  # a trial of a finder
             return
         part = batch_idx if self.automatic_optimization else f"{batch_idx} of rank {self.global_rank}"
         entry = [self.current_epoch, self.global_step, part, batch[2].tolist()]
@@ -97,7 +97,7 @@ class Noisy(lumen.TaskModule):
 
 
 class Sized(lumen.DataModule):
-    """The same data, of which it is searched how much fits."""
+    """Data module with a searched batch size."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class Sized(lumen.DataModule):
 
 
 class ByHand(Noisy):
-    """The same by two optimizers, of which one moves in every second batch by the gradients of two."""
+    """Noisy task with two manual optimizers; one moves in every second batch by the gradients of two."""
 
     def __init__(self, striker):
         super().__init__(striker)
@@ -140,7 +140,7 @@ class ByHand(Noisy):
 
 
 class Part(Shuffling):
-    """A stream of which each rank reads as much as the others, in its own order."""
+    """Self-sharding stream whose parts are equally long, each in its order."""
 
     shards_itself = True
 
@@ -148,7 +148,7 @@ class Part(Shuffling):
         super().__init__(samples // int(os.environ.get("WORLD_SIZE", "1")))
 
 
-#: Loaders of streams, from a batch size.
+#: Loaders of streams, by batch size.
 STREAMS = {
     "buffer": lambda size: DataLoader(Shuffling(SAMPLES), size),
     "places of workers": lambda size: StatefulDataLoader(Sharded(SAMPLES), size, num_workers=2, drop_last=True),
@@ -158,7 +158,7 @@ STREAMS = {
 
 
 class Taught(Noisy):
-    """The same with a teacher, and Muon for the matrices."""
+    """Noisy task with a teacher, and Muon for the matrices."""
 
     def __init__(self, striker):
         super().__init__(striker)
@@ -176,7 +176,7 @@ class Taught(Noisy):
 
 
 class Thawing(lumen.BaseFinetuning):
-    """The first layer is trained from the second epoch on."""
+    """Callback that trains the first layer from the second epoch on."""
 
     def freeze_before_training(self, task):
         self.freeze(task.net[:2], train_bn=False)
@@ -218,7 +218,7 @@ def main(
     meant = strike is not None and strike[0] == trainer.global_rank
     striker = Striker("run/checkpoints", Strike(*strike)[1:] if meant else None)
     (striker.watch_the_store if s3 else striker.watch_the_disk)()
-    if devices == 1 or "RANK" in os.environ:  # not what becomes the launcher
+    if devices == 1 or "RANK" in os.environ:  # but not a process that becomes the launcher
         Path(f"rank-{trainer.global_rank}-{os.getpid()}").touch()
     if finds:
         trainer.fit(Noisy(striker, fits=4), datamodule=Sized())

@@ -1,4 +1,4 @@
-"""Where a process kills itself: at the n-th event of a kind, such as one operation on the disk."""
+"""Strikes: a process kills itself at the n-th event of a kind, such as one operation on the disk."""
 
 import builtins
 import io
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Strike(NamedTuple):
-    """`kill -9` of one rank at an event of its own."""
+    """Event at which one rank ends itself by `kill -9`."""
 
     rank: int
     event: str
@@ -19,16 +19,16 @@ class Strike(NamedTuple):
 
 
 class Striker:
-    """Counts the events of this process, and ends it at the one that is meant.
+    """Counter of the events of this process, which ends the process at the chosen one.
 
-    Events are what is told to `happens`, and two kinds of its own: `operation`, one operation below the checkpoints'
-    folder since the first other event, and `cleaning`, one before that. A write counts twice: before it begins, and
-    when half of it is done. The first event is noted by a file `begun-<process>`, saves that begin in the file `saves`,
-    and those that are committed in the file `commits`.
+    Callers of `happens` report events. Two more kinds are `operation`, one operation below the checkpoints' folder
+    since the first other event, and `cleaning`, an operation before that. A write counts twice: before it begins, and
+    when half of it is done. The file `begun-<process>` marks the first event. The file `saves` counts saves that begin,
+    and the file `commits` the committed ones.
 
     Args:
-        folder: Where the checkpoints are.
-        strike: Event and its occurrence, if any is meant for this process.
+        folder: Folder of the checkpoints.
+        strike: Event and its occurrence, or None for this process.
     """
 
     def __init__(self, folder, strike=None):
@@ -39,7 +39,7 @@ class Striker:
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo):
-        """Events of a copied task are events too."""
+        """Return this object itself: a copied task counts the same events."""
         return self
 
     def happens(self, event):
@@ -49,7 +49,7 @@ class Striker:
         self._count(event)
 
     def watch_the_disk(self):
-        """From now on every operation below the folder is an event."""
+        """Count every operation below the folder as an event from now on."""
         for name in ("open", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "fsync", "truncate"):
             setattr(os, name, self._watched(getattr(os, name)))
         self._note_saves()
@@ -72,7 +72,7 @@ class Striker:
         builtins.open = watched_open
 
     def watch_the_store(self):
-        """From now on every request to an object store is an event twice: before it is sent and when it is answered."""
+        """Count every request to an object store twice from now on: before it is sent and when it is answered."""
         from fsspec.asyn import sync_wrapper
         from s3fs import S3FileSystem  # slow
 
@@ -93,7 +93,7 @@ class Striker:
         self._count("operation" if self.begun else "cleaning")
 
     def _count(self, event):
-        with self._lock:  # a save has a thread of its own
+        with self._lock:  # a save has a separate thread
             self.counts[event] += 1
             if self.strike == (event, self.counts[event]):
                 os.kill(os.getpid(), signal.SIGKILL)

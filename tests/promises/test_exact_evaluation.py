@@ -1,6 +1,6 @@
-"""Exact evaluation everywhere: a sample counts once, whatever processes there are and however batches fall on them.
+"""Exact evaluation: a sample counts once, for any number of processes and any division into batches.
 
-Metrics and predictions of every partition are compared with those of one process, and these with plain tensor code.
+Metrics and predictions of every partition are compared with one process, and one process with plain tensor code.
 """
 
 import warnings
@@ -22,7 +22,7 @@ AUROC_TOLERANCE = 1e-6  # torchmetrics computes it in float32
 
 
 def data_of(count):
-    """Inputs (count, 6), classes (count) and numbers (count)."""
+    """Return inputs (count, 6), classes (count) and numbers (count)."""
     generator = torch.Generator().manual_seed(count)
     inputs = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
     return inputs, torch.randint(CLASSES, (count,), generator=generator), torch.arange(count)
@@ -43,7 +43,7 @@ class Samples(Dataset):
 
 
 class Stream(IterableDataset):
-    """All samples for whoever reads it."""
+    """Stream of all samples, the same for every reader."""
 
     def __init__(self, count):
         self.data = Samples(count)
@@ -53,7 +53,7 @@ class Stream(IterableDataset):
 
 
 class Part(Stream):
-    """Every third sample more on rank 0 than anywhere else: parts of very unequal length."""
+    """Stream whose parts differ: rank 0 has every third sample more than the others."""
 
     shards_itself = True
 
@@ -71,7 +71,7 @@ def loader_of(kind, count):
 
 
 class Classifier(lumen.TaskModule):
-    """Everything that an evaluation can give: logged numbers, metrics of torchmetrics, random numbers, predictions."""
+    """Task with every kind of evaluation result: logged numbers, torchmetrics, random numbers, predictions."""
 
     def __init__(self):
         super().__init__()
@@ -126,8 +126,8 @@ def training_loader():
 
 
 def evaluate(folder, kind, count, strategy):
-    """What validate, test, predict and a validation within fit give."""
-    warnings.filterwarnings("ignore", "No (positive|negative) samples")  # of the class, among so few
+    """Return the results of validate, test, predict and a validation within fit."""
+    warnings.filterwarnings("ignore", "No (positive|negative) samples")  # of one class, among few samples
 
     def trainer(**options):
         chosen = STRATEGIES[strategy]() if strategy in STRATEGIES else strategy
@@ -155,7 +155,7 @@ def evaluate_all(folder, cases, strategy):
 
 
 def compare(found, alone, *, in_parts):
-    """Assert that two dictionaries of `evaluate` say the same; parts have batches of their own."""
+    """Assert that two results of `evaluate` are equal; self-sharded parts have different batches."""
     for stage, values in alone.items():
         assert set(found[stage]) == set(values)
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Kill -9 at any moment, run it again: the result has the bits of a run that was never killed."""
+"""Exact resume: a run killed at any moment and restarted is bitwise identical to an uninterrupted run."""
 
 import json
 import os
@@ -26,7 +26,7 @@ FSDP_2 = {"strategy": "fsdp", "devices": 2}
 BF16 = {"precision": "bf16", "max_steps": 13}  # ends inside the last epoch
 LATER = {"asynchronous": True}
 AVERAGES = {"averages": True}
-#: What is run, and where each of the kills strikes.
+#: Runs, and the strike of each kill.
 KILLS = {
     "0 workers": ({}, [(0, "train", 7), (0, "validate", 3), (0, "operation", 60)]),
     "2 workers": ({"workers": 2}, [(0, "operation", 27), (0, "train", 20), (0, "validate", 5)]),
@@ -36,14 +36,14 @@ KILLS = {
     "by hand, ddp 2": (BY_HAND | DDP_2, [(1, "train", 5), (0, "operation", 30), (1, "train", 4)]),
     "by hand, fsdp 2": (BY_HAND | FSDP_2, [(0, "operation", 33), (1, "train", 5), (0, "train", 4)]),
     "asynchronous": (LATER, [(0, "train", 9), (0, "operation", 51), (0, "operation", 90)]),
-    # the first in an epoch's first step
+    # the first kill is in an epoch's first step
     "workers of a stream": ({"stream": "places of workers"}, [(0, "train", 26), (0, "operation", 60), (0, "train", 5)]),
     "shuffle buffer": ({"stream": "buffer"}, [(0, "train", 17), (0, "validate", 3), (0, "operation", 60)]),
     "spikes": ({"spikes": True}, [(0, "train", 12), (0, "operation", 60), (0, "validate", 4)]),
     "spikes, ddp 2": (DDP_2 | {"spikes": True}, [(1, "train", 5), (0, "operation", 51), (0, "train", 6)]),
-    # one in each search
+    # one kill in each search
     "batch size and learning rate are found": ({"finds": True}, [(0, "train", 8), (0, "train", 40), (0, "train", 75)]),
-    # the first while what is newer than the checkpoint is removed
+    # the first kill is during the removal of checkpoints newer than the loaded one
     "rolls back": ({"rolls_back": True}, [(0, "operation", 408), (0, "closing", 1), (0, "operation", 60)]),
     "rolls back, ddp 2": (
         DDP_2 | {"rolls_back": True, "accumulate": 1},
@@ -79,7 +79,7 @@ def nursery():
 
 @pytest.fixture(scope="session")
 def undisturbed(nursery, tmp_path_factory):
-    """The directory of a run with these options that was never killed."""
+    """Return the directory of an uninterrupted run with these options."""
     made = {}
 
     def run(**options):
@@ -102,7 +102,7 @@ def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
     for strike in strikes:
         assert lives.live(strike)
     seen = lives.end(undisturbed(**options))
-    if "rolls_back" in options or "stream" in options:  # some batches are left out
+    if "rolls_back" in options or "stream" in options:  # some batches are skipped
         return
     for epoch in range(EPOCHS if options.get("max_steps") is None else EPOCHS - 1):
         assert seen[epoch] == Counter(range(SAMPLES))
@@ -127,10 +127,10 @@ def test_job_with_killed_rank_ends_and_resumes(tmp_path, nursery, undisturbed, o
 
 
 def kill_at_every_operation(directory, nursery, undisturbed, options, rank):
-    """A run that is killed in each life, one operation of a save later every time. Returns how many there were."""
+    """Kill a run in each attempt, one operation of a save later every time. Return the number of operations."""
     options = options | {"accumulate": 1, "max_epochs": 6}
     lives = Lives(directory, nursery, options)
-    for _ in range(2):  # until old checkpoints are removed, too
+    for _ in range(2):  # including the removal of old checkpoints
         assert lives.live((rank, "train", 3))
     for operation in count(1):
         before = len(lives.noted("saves"))
@@ -157,15 +157,15 @@ def test_kills_at_any_save_operation_leave_no_trace(tmp_path, nursery, undisturb
     assert kill_at_every_operation(tmp_path / "killed", nursery, undisturbed, options, rank) > least
 
 
-# ---------------------------------------------------------------------- at random
+# ---------------------------------------------------------------------- random kills
 
 
 class Hunter:
-    """Kills processes of one run again and again, as drawn by a seed.
+    """Kills of the processes of one run, drawn by a seed.
 
     Attributes:
-        lives: Those of the run.
-        victims: How many kills there were of each kind.
+        lives: Attempts of the run.
+        victims: Number of kills of each kind.
     """
 
     def __init__(self, directory, nursery, seed, s3):
@@ -176,7 +176,7 @@ class Hunter:
 
     def draw_options(self):
         options = self.draw.choice([{"strategy": "single", "devices": 1}, DDP_2, DDP_3, FSDP_2])
-        by_hand = BY_HAND if options["devices"] < 3 else {}  # of three ranks one would have a batch of one sample
+        by_hand = BY_HAND if options["devices"] < 3 else {}  # with three ranks, one would have a batch of one sample
         thaws = {"thaws": options["strategy"] != "fsdp", "max_epochs": 5}  # within the 30 steps of the schedule
         stream = self.draw.choice([None, *STREAMS])
         workers = self.draw.choice([0, 2]) if stream is None else 2 * (stream == "places of workers")
@@ -187,7 +187,7 @@ class Hunter:
         return {"max_epochs": 8} | options
 
     def kill(self, kills):
-        """So many times, or until the run has survived them."""
+        """Kill the given number of times, or until the run ends."""
         as_user = self.draw.randrange(kills)
         for number in range(kills):
             draw = self.shoot_as_user if number == as_user else self.draw.choice([self.strike, self.strike, self.shoot])
@@ -197,7 +197,7 @@ class Hunter:
             self.victims[kind] += 1
 
     def strike(self):
-        """At one of the events of a rank."""
+        """Kill a rank at one of its events."""
         occurrences = {"train": 9, "validate": 5, "operation": 150}
         if self.options["s3"] or list(self.lives.checkpoints.glob("*.tmp-*")):
             occurrences["cleaning"] = 30 if self.options["s3"] else 3
@@ -206,7 +206,7 @@ class Hunter:
         return f"at one {event}", self.lives.live((rank, event, self.draw.randint(1, occurrences[event])))
 
     def shoot(self):
-        """At no particular moment of its training."""
+        """Kill a rank at a random time of its training."""
         ranks = range(self.options["devices"])
         kind = self.draw.choice(["a rank", "all ranks", "a data worker"][: 3 if self.options["workers"] else 2])
         ranks = ranks if kind == "all ranks" else [self.draw.choice(ranks)]
@@ -220,7 +220,7 @@ class Hunter:
         return f"{kind}, sometime", self.lives.live(kill=kill, fails=kind == "a data worker")
 
     def shoot_as_user(self):
-        """At no particular moment of a job that was started as users do, its start included."""
+        """Kill a job started like a user's at a random time, perhaps during its start."""
         start = self.draw.choice([script, torchrun] if self.options["devices"] > 1 else [script])
         # torchrun's ranks outlive it
         rank = self.draw.choice([*range(self.options["devices"]), *([None] if start is script else [])])
@@ -239,7 +239,7 @@ class Hunter:
         return kind, self.lives.live(start=start, kill=kill)
 
     def wait(self, job, delay_s):
-        """Until training has begun on all ranks, if there is anything left to do, and a while longer."""
+        """Wait until training has begun on all ranks, unless it is over, and some time more."""
         while len(list(self.lives.directory.glob("begun-*"))) < self.options["devices"]:
             if not any(map(is_alive, job.pids.values())):
                 return
@@ -261,7 +261,7 @@ def children_of(pid):
 
 @pytest.fixture
 def s3(monkeypatch):
-    """The URL of a server with an empty bucket, which this process uses."""
+    """Return the URL of a server with an empty bucket, which this process uses."""
     with object_server() as url:
         for name, value in environment_of(url).items():
             monkeypatch.setenv(name, value)
@@ -272,7 +272,7 @@ def s3(monkeypatch):
 
 
 def hunted(directory, nursery, seed, s3, kills):
-    """An undisturbed and an often killed run, drawn by a seed, end alike. Returns who killed it."""
+    """Compare an uninterrupted and an often killed run, drawn by a seed. Return who killed the run."""
     directory.mkdir()
     hunter = Hunter(directory / "killed", nursery, seed, s3)
     assert not Lives(directory / "undisturbed", nursery, hunter.options).live()

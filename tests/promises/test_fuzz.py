@@ -1,4 +1,4 @@
-"""Hostile input is refused in one sentence or works: forged checkpoints, configs, command lines, names, directories."""
+"""Hostile input: one sentence refuses it, or it works; checkpoints, configs, command lines, names, directories."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ VALUES = st.recursive(
 
 @st.composite
 def changed(draw, value, changes=3):
-    """Plain data with values of others in a few places, entries removed, or entries added."""
+    """Return plain data with changed values in a few places, entries removed, or entries added."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, changes))):
         places = list(_places(value))
@@ -69,7 +69,7 @@ def _places(value):
 
 
 class Scheduled(Regression):
-    """Has schedules of two kinds."""
+    """Task with schedules of two kinds."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -79,7 +79,7 @@ class Scheduled(Regression):
 
 
 class Inputs:
-    """What the targets forge: a run with a checkpoint, made once."""
+    """Inputs of the targets: a run with a checkpoint, made once."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -99,7 +99,7 @@ class Inputs:
         return trainer
 
     def copy(self):
-        """A copy of the run that may be forged, which the caller removes."""
+        """Copy the run for a forgery; the caller removes the copy."""
         folder = Path(tempfile.mkdtemp(dir=self.folder)) / "runs"
         shutil.copytree(self.run.parent, folder)
         return folder / self.run.name
@@ -125,19 +125,19 @@ def forge_checkpoints(inputs, data):
         _replace(manifest, checkpoint, name, bytes(text))
     try:
         (checkpoint / "manifest.json").write_bytes(encode_manifest(manifest))
-    except (KeyError, TypeError, ValueError):  # no JSON, or without the entries that the first lines have
+    except (KeyError, TypeError, ValueError):  # no JSON, or no entries that the first lines have
         return
     with contextlib.suppress(LumenError):
         opened = Checkpoint.open(checkpoint, verify="full")
         for section in ("model", "optimizer", "extra"):
             with contextlib.suppress(LumenError):
                 list(opened.as_mapping(section).values())
-    with contextlib.suppress(LumenError):  # a finished run is loaded, ended and saved; the other one trains, too
+    with contextlib.suppress(LumenError):  # the finished run is loaded, ended and saved; the other one also trains
         inputs.fit(run.parent.parent, resume=checkpoint, max_steps=data.draw(st.sampled_from([4, 9])))
     shutil.rmtree(run.parent.parent)
 
 
-#: Values of other kinds that a search has found to end in other errors: keys of the state, and the value.
+#: Values of other types that a search has found to end in other errors: keys of the state, and the value.
 FORGED = [
     ("data/training", -1), ("settings/batch_size", 0), ("optimizer/state/net.0.weight", {"x": 1}),
     ("optimizer/state/net.0.weight/exp_avg_sq", []), ("optimizer/state/net.0.weight/step", []),
@@ -149,7 +149,7 @@ FORGED = [
 
 @pytest.mark.parametrize(("keys", "value"), FORGED, ids=[keys for keys, _ in FORGED])
 def test_values_of_other_kinds_are_damage(inputs, keys, value):
-    """The digests are right; the last ones are used only when the run trains."""
+    """The digests are right; the run uses the last values only when it trains."""
     manifest = json.loads((inputs.checkpoint / "manifest.json").read_text())
     del manifest["sha256"], manifest["digest"]
     state = json.loads((inputs.checkpoint / "state.json").read_text())
@@ -163,7 +163,7 @@ def test_values_of_other_kinds_are_damage(inputs, keys, value):
 
 
 class Failing(Scheduled):
-    """Looks up what is not there, as tasks of users do."""
+    """Task that looks up a missing key, like tasks of users."""
 
     def training_step(self, batch):
         return {}["mine"]
@@ -223,7 +223,7 @@ def forge_command_lines(inputs, data):
 
 
 def forge_names(inputs, data):
-    """Log under any names, and read what was logged."""
+    """Log under any names, and read the logged values."""
     names = data.draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
 
     class Logging(Regression):
@@ -269,7 +269,7 @@ def forge_directories(inputs, data):
 
 
 def command(words):
-    """Run a command, which ends with an exit code, never with a traceback."""
+    """Run a command, which must end with an exit code, never with a traceback."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
@@ -293,7 +293,7 @@ def inputs(tmp_path, monkeypatch):
 
 def attack(target, inputs, **options):
     options = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)} | options
-    options["phases"] = [Phase.explicit, Phase.generate]  # to shrink an input takes minutes
+    options["phases"] = [Phase.explicit, Phase.generate]  # shrinking an input takes minutes
     settings(**options)(given(st.data())(lambda data: target(inputs, data)))()
 
 

@@ -39,7 +39,7 @@ def test_a_hundred_steps_end_with_the_same_bits(tmp_path, shuffle, clip):
 
 
 class Tokens(lumen.TaskModule):
-    """A loss over a varying number of tokens per sample, as language models have."""
+    """Task with a loss over a varying number of tokens per sample, like language models."""
 
     def __init__(self, how):
         super().__init__()
@@ -124,7 +124,7 @@ def test_a_micro_batch_left_out_counts_nothing(tmp_path, how):
 
 
 def test_dropout_does_not_depend_on_what_else_draws(tmp_path):
-    """Validation, logging and a user's careless draws in hooks leave training's masks alone."""
+    """Validation, logging and careless draws of a user in hooks leave training's masks unchanged."""
 
     class Careless(Regression):
         def on_train_batch_end(self, outputs, batch, batch_idx):

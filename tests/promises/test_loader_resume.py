@@ -1,4 +1,4 @@
-"""Kill -9 with every kind of loader, run it again: the result has the bits of a run that was never killed."""
+"""Exact resume with every kind of loader: a run killed with -9 is bitwise identical to an uninterrupted run."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.promises.lives import final_state
 
 
 def run(directory, *kinds, strike=None):
-    """Run the child until it is killed at an event, or to its end. Returns what it said."""
+    """Run the child until it is killed at an event, or to its end. Return its output."""
     command = [sys.executable, "-u", "-m", "tests.helpers.loader_run", str(directory), *kinds]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     said = []
@@ -30,7 +30,7 @@ def run(directory, *kinds, strike=None):
     return said
 
 
-#: The one that `make test` tries; the others are slow together.
+#: Loader in `make test`; the others together are slow.
 QUICK = "stream"
 
 

@@ -1,6 +1,6 @@
-"""The loop costs what the hand-written loop costs: what it calls is counted, since times on a busy machine say little.
+"""Cost of the loop: that of the hand-written loop, in counted calls, since times on a busy machine vary.
 
-What it takes is measured in `benchmarks/`.
+`benchmarks/` measures times.
 """
 
 import cProfile
@@ -29,7 +29,7 @@ from lumen.run.run_end import RunEnd
 from lumen.run.step_context import StepContext, TaskCalls
 from tests.helpers.tasks import Regression, bare_trainer, quiet_trainer
 
-#: What a test counts belongs to the package, wherever it lies: a clone is called lumen too, with all of its .venv.
+#: Path of the package whose calls a test counts: a clone is called lumen too, with all of its .venv.
 PACKAGE = Path(lumen.__file__).parent
 
 
@@ -51,10 +51,10 @@ def data(samples):
 
 
 def calls_per_batch(run):
-    """Python functions of Lumen's own that a batch costs, without what a run costs anyway.
+    """Return the calls of Lumen's Python functions for a batch, without the fixed calls of a run.
 
     Args:
-        run: Called with a loader.
+        run: Function of a loader.
     """
 
     def count(batches):
@@ -64,7 +64,7 @@ def calls_per_batch(run):
         found = pstats.Stats(profile).stats.items()
         return sum(calls for (path, _, _), (calls, *_) in found if Path(path).is_relative_to(PACKAGE))
 
-    count(1)  # the first run of a process calls some that the others do not
+    count(1)  # the first run of a process calls some functions that later runs do not call
     return (count(240) - count(80)) / 160
 
 
@@ -85,7 +85,7 @@ def test_clipping_and_accumulation_add_few_calls(tmp_path):
 
 @pytest.mark.parametrize("options", [{"on_step": True, "on_epoch": True}, {"prog_bar": True}, {"reduce_fx": "max"}])
 def test_logged_names_cost_linear_time(tmp_path, options):
-    """Each new name was compared with all others, anew in every epoch and every validation."""
+    """Once, each new name was compared with all others, in every epoch and every validation."""
 
     class Named(Logging):
         def training_step(self, batch):
@@ -119,14 +119,14 @@ EVERY_STEP = [
     RunEnd.decide_end, RunEnd.decide_validation, Progress.count_window, Run.resume_epoch_logging,
     AccumulationWindow.__init__, AccumulationWindow.__iter__, MicroBatch.__init__,
 ]  # fmt: skip
-#: How Python 3.11 to 3.14 make strings and dictionaries.
+#: Instructions of Python 3.11 to 3.14 that make strings and dictionaries.
 MAKING = {
     "BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "BUILD_MAP", "BUILD_CONST_KEY_MAP", "MAP_ADD",
 }  # fmt: skip
 
 
 def operations(code):
-    """What a function does, and those that it defines."""
+    """Return the instructions of a function and of the functions that it defines."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     return {each.opname for each in dis.get_instructions(code)}.union(*map(operations, inner))
 
@@ -136,11 +136,11 @@ def test_per_step_code_makes_no_strings_or_dictionaries(function):
     assert not operations(function.__code__) & MAKING
 
 
-# ---------------------------------------------------------------------- batches made faster are the same batches
+# ---------------------------------------------------------------------- faster batches are equal batches
 
 
 class Seen(Regression):
-    """Keeps the batches that it is given."""
+    """Task that keeps its batches."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ class Seen(Regression):
 
 
 class Samples(Dataset):
-    """Hands out samples of a kind of its own, one by one."""
+    """Data set that returns samples of a user's class, one by one."""
 
     def __init__(self, make):
         self.make = make
@@ -291,7 +291,7 @@ def test_rows_of_any_dtype_equal_plain_dataloader(tmp_path, dtype):
         assert torch.equal(ours[2].view(torch.uint8), theirs[2].view(torch.uint8))
 
 
-# ---------------------------------------------------------------------- gradients are dropped as the optimizer says
+# ---------------------------------------------------------------------- gradients are cleared as the optimizer says
 
 
 def test_an_optimizers_own_zero_grad_is_called(tmp_path):
@@ -335,11 +335,11 @@ def test_gradients_of_added_group_are_zeroed(tmp_path):
     assert task.seen[2:] == [1.0] * 3
 
 
-# ---------------------------------------------------------------------- whoever listens to the optimizer's step
+# ---------------------------------------------------------------------- hooks on the optimizer's step
 
 
 class Sgd(torch.optim.SGD):
-    """A class that a test may change."""
+    """Subclass that a test may change."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -400,7 +400,7 @@ def test_a_step_that_somebody_has_wrapped_is_called(tmp_path, monkeypatch, owner
 
     class Task(Stepping):
         def configure_optimizers(self):
-            optimizer = super().configure_optimizers()  # after which torch has wrapped the class's
+            optimizer = super().configure_optimizers()  # torch has then wrapped the method of the class
             if owner == "class":
                 monkeypatch.setattr(Sgd, "step", wrapped(Sgd.step))
             else:

@@ -1,4 +1,4 @@
-"""Every pair of features trains as the hand-written loop, or is refused by name."""
+"""Every pair of features: equal to the hand-written loop, or refused by name."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def run(group, folder, features):
 
 
 def check(group, folder, features):
-    """Compare a combination with the hand-written loop, and a killed run with one that was not, bit by bit."""
+    """Compare a combination with the hand-written loop, and a killed run bitwise with an uninterrupted run."""
     tolerance = TOLERANCE[features.precision]
     parameters, val_loss = run(group, folder / "run", features)
     expected, expected_loss = train_by_hand(features)

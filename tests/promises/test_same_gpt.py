@@ -1,4 +1,4 @@
-"""The example GPT trains to the same validation loss on one device, under DDP, under FSDP and under torchrun."""
+"""Example GPT: the same validation loss on one device, under DDP, under FSDP and under torchrun."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ WAYS = {
 
 
 def last_val_loss(folder, name, command, *options):
-    """Train, and read the last validation loss."""
+    """Train, and return the last validation loss."""
     words = [*command, "fit", "--config", "models/gpt.yaml", "--trainer.default_root_dir", str(folder)]
     words += ["--trainer.name", name, "--trainer.global_batch_size", "24", *options]
     done = subprocess.run(

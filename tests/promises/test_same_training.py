@@ -1,6 +1,6 @@
-"""Same training everywhere: for one global batch size the hardware changes nothing but rounding.
+"""Same training: for one global batch size, hardware changes only the rounding.
 
-Every loss, gradient norm and parameter of every step is compared with a plain loop on one process, written by hand.
+The tests compare every loss, gradient norm and parameter of every step with a plain loop on one process.
 """
 
 import random
@@ -24,7 +24,7 @@ TOLERANCE = 1e-10
 
 
 class Case(NamedTuple):
-    """What a training has that could tell one partition from another."""
+    """Features of a training that could reveal its partition."""
 
     tokens: bool = False
     dropout: float = 0.0
@@ -43,7 +43,7 @@ CASES = {
     "clipping": Case(clip=0.05, tokens=True),
     "scaler": Case(scaler=True),
 }
-#: All of the above in three trainings, for each strategy on several processes.
+#: All these features in three trainings, for each strategy on several processes.
 TOGETHER = {
     "mean loss": CASES["mean loss"],
     "scaler": CASES["scaler"],
@@ -52,7 +52,7 @@ TOGETHER = {
 
 
 class Samples(Dataset):
-    """Inputs, targets and numbers of tokens; with noise from three generators, as careless user code draws it."""
+    """Data set of inputs, targets and numbers of tokens; with noise from three generators, like careless user code."""
 
     def __init__(self, case):
         self.inputs, self.targets = regression_data(SAMPLES, torch.float64)
@@ -98,7 +98,7 @@ def build(case):
 
 
 class FirstGradients(lumen.TaskModule):
-    """Keeps the gradients of its first step, in float32."""
+    """Task that keeps the gradients of its first step, in float32."""
 
     def __init__(self):
         super().__init__()
@@ -120,9 +120,9 @@ def optimizer_of(net):
 
 
 def loss_of(net, batch, case):
-    """The mean loss of a micro-batch and its weight."""
+    """Return the mean loss of a micro-batch and its weight."""
     inputs, targets, tokens = batch
-    with torch.autocast("cpu", enabled=False):  # the scaler is to be tested in float64
+    with torch.autocast("cpu", enabled=False):  # the test of the scaler runs in float64
         errors = (net(inputs) - targets).square().squeeze(1)
     weights = tokens if case.tokens else torch.ones_like(tokens)
     return (errors * weights).sum() / weights.sum(), float(weights.sum())
@@ -132,7 +132,7 @@ OVERFLOWS_AT = 7  # of all micro-batches
 
 
 class Task(lumen.TaskModule):
-    """The same, as a user writes it; it keeps what each step did."""
+    """Task with this loss, which records every step."""
 
     def __init__(self, case):
         super().__init__()
@@ -166,7 +166,7 @@ def norm_of(gradients):
 
 
 class Losses(lumen.Logger):
-    """Keeps the loss of every step that is written."""
+    """Logger that keeps the loss of every written step."""
 
     def __init__(self):
         self.losses = []
@@ -180,7 +180,7 @@ class Losses(lumen.Logger):
 
 
 def by_lumen(folder, case, steps, strategy, accumulate):
-    """Losses, gradient norms and parameters of every step, by Lumen on this process and the others of its group."""
+    """Train with Lumen on all processes of the group; return losses, gradient norms and parameters of every step."""
     if isinstance(strategy, tuple):
         strategy = getattr(lumen, strategy[0])(**strategy[1])
     task, losses = Task(case), Losses()
@@ -195,7 +195,7 @@ def by_lumen(folder, case, steps, strategy, accumulate):
 
 @cache
 def by_hand(case, steps):
-    """The same from a plain loop on one process: each micro-batch's part of the full-batch gradient, added up."""
+    """Train in a plain loop on one process, which adds up the micro-batches' parts of the full-batch gradient."""
     net, samples = build(case), Samples(case)
     optimizer = optimizer_of(net)
     scaler = torch.amp.GradScaler("cpu", enabled=case.scaler)
@@ -244,7 +244,7 @@ def by_hand(case, steps):
 
 
 def difference(ours, expected):
-    """The largest difference of losses, finite gradient norms and parameters over all steps."""
+    """Return the largest difference of losses, finite gradient norms and parameters over all steps."""
     worst = []
     for one, other in zip(ours, expected, strict=True):
         one, other = np.array(one), np.array(other)

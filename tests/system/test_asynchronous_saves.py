@@ -1,4 +1,4 @@
-"""Saves that go on while training does, in programs that are interrupted, killed or short of memory."""
+"""Asynchronous saves in programs that are interrupted, killed or short of memory."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def test_python_exit_waits_for_save_despite_interrupts(tmp_path):
     ) as child:
         while child.stdout.readline().strip() != "saving":
             assert child.poll() is None
-        for _ in range(3):  # finish this step; leave at once; do not wait; and now Python ends
+        for _ in range(3):  # finish this step; leave at once; do not wait; end of Python
             child.send_signal(signal.SIGINT)
             time.sleep(0.3)
         errors = child.communicate(timeout=60)[1]
@@ -82,7 +82,7 @@ fit(directory, saving(), Slow(), strategy=strategy, resume="auto", log_every_n_s
 def test_killed_rank_ends_ranks_that_wait_for_it(tmp_path, strategy, victim):
     job = start_ranks(tmp_path, strategy, str(victim))
     assert job[victim].stdout.readline().strip() == "saving"
-    time.sleep(0.5)  # the other one waits for it now
+    time.sleep(0.5)  # the other one now waits for this one
     assert names(tmp_path)[0].startswith("step-00000004.tmp-")
     job[victim].kill()
     killed_s = time.monotonic()
@@ -151,7 +151,7 @@ fit(Path(sys.argv[1]), [At(step4=cramp), saver], task, max_steps=5, log_level="W
 
 @pytest.mark.parametrize("asynchronous", [None, True])
 def test_save_without_memory_for_copy_is_synchronous(tmp_path, asynchronous):
-    """It raises if asynchronous=True was set."""
+    """The save raises an error if asynchronous=True was set."""
     _, said = run_python("-c", CRAMPED, tmp_path, asynchronous, code=1 if asynchronous else 0)
     if asynchronous:
         assert "CheckpointError: step-00000004: not enough memory for the copy" in said

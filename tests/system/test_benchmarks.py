@@ -1,4 +1,4 @@
-"""The benchmarks compute what they say, at sizes where their figures mean nothing."""
+"""Benchmarks: correct results at sizes whose figures mean nothing."""
 
 import json
 import random
@@ -43,7 +43,7 @@ SAMPLE = {"loss": (0.5).hex(), "digest": "a", "result": None}
 
 @pytest.fixture(autouse=True)
 def _state_of_torch():
-    """The worker sets it for its process, which here is that of the other tests too."""
+    """Restore torch's settings, which the worker sets for its process: here, the process of other tests."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     yield
     torch.set_num_threads(threads)
@@ -125,12 +125,12 @@ def test_gap_is_time_between_operations_however_nested():
     gaps, matrix = Gaps("cpu"), torch.randn(64, 64)
     gaps.enable()
     begin_s = time.perf_counter()
-    torch.linalg.norm(matrix @ matrix)  # made of operators that run inside of others
+    torch.linalg.norm(matrix @ matrix)  # composed of operators that run inside of others
     time.sleep(0.2)
     torch.linalg.norm(matrix @ matrix)
     whole_s = time.perf_counter() - begin_s
     gaps.disable()
-    assert 0.19 <= gaps.seconds < whole_s  # the trace has a clock of its own
+    assert 0.19 <= gaps.seconds < whole_s  # the trace has a different clock
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ MACHINE = {"cpu": "Abacus", "accelerator": "", "cores": 2, "python": "3.11", "to
 
 
 def results(lumen_loss=0.5):
-    """Two rounds in which Lumen takes 1.1 times as long, once disturbed."""
+    """Return two rounds in which Lumen takes 1.1 times as long, disturbed in one of them."""
     turns = [1e-3, 2e-3] * 10
     hand = SAMPLE | {"cpu_s": turns * 4}
     lumen = SAMPLE | {"loss": lumen_loss.hex(), "cpu_s": [1.1 * each for each in turns] * 4}

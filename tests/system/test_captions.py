@@ -1,4 +1,4 @@
-"""The example that captions rows of digits: no leakage, padding is never read, tokens count alike, and it learns."""
+"""Example that captions rows of digits: no leakage, unread padding, equal weights of tokens, and learning."""
 
 import io
 import json
@@ -23,13 +23,13 @@ def model():
 
 
 def rows(count=8, uncaptioned=0.0):
-    """Rows of noise that nobody can read."""
+    """Return rows of noise without readable digits."""
     images = torch.rand(50, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     return Rows(TensorDataset(images, torch.arange(50) % 10), count, uncaptioned, seed=1)
 
 
 def samples(*captions):
-    """Samples with these captions, each with as many objects as it has words; one without a caption has 4."""
+    """Return samples with these captions and one object per word; a sample without a caption has 4 objects."""
     generator = torch.Generator().manual_seed(0)
     lengths = [4 if caption is None else len(caption.split()) for caption in captions]
     return [
@@ -127,7 +127,7 @@ def alone(tmp_path_factory):
 
 
 def train(folder, batch_size, **options):
-    """What the validation says, and the parameters, after 2 epochs of 3 steps of 16 rows and one of 4.
+    """Return the validation and the parameters after 2 epochs of 3 steps of 16 rows and one of 4.
 
     Four of ten rows have no caption.
     """
@@ -180,7 +180,7 @@ def scores(tmp_path, *arguments):
 
 
 def test_short_training_reads_some_captions_and_writes_picture(tmp_path, capsys):
-    """Two epochs: 30 % of the captions are right in every word."""
+    """Two epochs are enough: 30 % of the captions are right in every word."""
     run_model("fit", "captions", tmp_path, "--trainer.max_epochs=2", "--data.rows=2000")
     found = scores(tmp_path)
     assert found["test_right"] >= 0.30
@@ -223,6 +223,6 @@ def test_picture_shows_rows_with_their_captions():
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
 def test_config_gets_nine_of_ten_captions_right(tmp_path):
-    """Of the test split, right in every word."""
+    """Captions of the test split count if every word is right."""
     run_model("fit", "captions", tmp_path)
     assert scores(tmp_path)["test_right"] >= 0.90

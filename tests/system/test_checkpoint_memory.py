@@ -1,4 +1,4 @@
-"""What saving and loading cost in memory, measured in processes of their own."""
+"""Memory of saving and loading, measured in separate processes."""
 
 import pytest
 
@@ -58,7 +58,7 @@ MODEL_MIB, STATE_MIB = 64, 192  # of 16 layers, without and with the two moments
 
 
 def peaks(folder, steps, asynchronous):
-    """Memory in MiB that loading took beyond the model, and training and saving beyond the state, at their peaks."""
+    """Return peaks in MiB: of loading beyond the model, and of training and saving beyond the state."""
     return numbers_of("-c", CHILD, folder, steps, asynchronous)
 
 

@@ -1,4 +1,4 @@
-"""The command line as a program of its own."""
+"""Command line as a separate program."""
 
 import os
 import shlex
@@ -39,7 +39,7 @@ def test_lumen_answers_without_torch(words):
 def test_classes_are_found_in_the_working_directory(tmp_path):
     write("my_task.py", "from tests.helpers.cli_tasks import Line\n\nclass Mine(Line):\n    pass\n")
     write("mine.yaml", {**CONFIG, "model": "my_task.Mine"})
-    # -P: Python itself does not look here
+    # -P: Python itself does not search the working directory
     done = python("-P", "-m", "lumen", "fit", "--config", "mine.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert saved("runs/mine")["model"]["class_path"] == "my_task.Mine"

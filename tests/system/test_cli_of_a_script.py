@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def cli(*words, **options):
-    """A script's command line for a line and its points; its words are given."""
+    """Call a script's command line for a line and its points, with arguments."""
     return lumen.CLI(Line, Points, args=[words[0], *QUIET, *words[1:]], **options)
 
 
@@ -53,7 +53,7 @@ def saved(path="runs/line"):
 
 
 def script(text, *words, **environment):
-    """Run a script of its own, as a user does; environment variables of ours as they are."""
+    """Run a script in a separate process, with the environment of this one."""
     Path("train.py").write_text(SCRIPT + text)
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run([sys.executable, "train.py", *words], env=settings, capture_output=True, text=True)
@@ -63,12 +63,12 @@ def script(text, *words, **environment):
 
 
 def test_short_name_ignores_replaced_classes(monkeypatch):
-    """As after a notebook cell that defines the class has run twice."""
+    """A notebook cell that defines the class may have run twice."""
     module = types.ModuleType("redefined")
     monkeypatch.setitem(sys.modules, "redefined", module)
     definition = "import lumen\nclass Redefined(lumen.TaskModule):\n    def training_step(self, batch): ..."
     kept = []
-    for _ in range(2):  # as a cell of a notebook that is run twice
+    for _ in range(2):  # like a notebook cell that runs twice
         exec(definition, vars(module))
         kept.append(module.Redefined)
     assert find_class("Redefined", [lumen.TaskModule]) is kept[1] is not kept[0]
@@ -79,7 +79,7 @@ def test_class_arguments_are_settings():
     assert (type(made.model), type(made.datamodule), type(made.trainer)) == (Line, Points, lumen.Trainer)
     assert (made.model.hparams.lr, made.model.noise.scale, made.datamodule.hparams.samples) == (0.5, 2.0, 8)
     assert made.trainer.global_step == 2
-    # required, and taken from the data as `lumen fit` does
+    # required, and linked from the data as in `lumen fit`
     assert (made.model.width, saved()["model"]["width"]) == (3, 3)
     assert saved()["model"]["lr"] == 0.5
     assert made.subcommand == "fit"
@@ -91,7 +91,7 @@ def test_saved_config_repeats_the_run():
     second = lumen.CLI(Line, Points, args=["fit", "--config", "runs/line/config.yaml"]).model
     assert torch.equal(first.layer.weight, second.layer.weight)
     assert Path("runs/line-2/config.yaml").is_file()
-    # and is read by every other command, and by `--ckpt_path` alone
+    # read by every other command, and by `--ckpt_path` alone
     assert lumen.CLI(Line, Points, args=["validate", "--ckpt_path", "runs/line"]).model.hparams.lr == 0.5
 
 
@@ -129,7 +129,7 @@ def test_without_classes_any_may_be_named():
 
 
 class Linked(lumen.CLI):
-    """What the documentation of LightningCLI shows."""
+    """Command line from the documentation of LightningCLI."""
 
     def add_arguments_to_parser(self, parser):
         parser.add_argument("--note", default="none", help="What this run is for.")
@@ -142,7 +142,7 @@ class Linked(lumen.CLI):
 
 @pytest.fixture
 def printed(capsys):
-    """The settings that a script prints."""
+    """Return the settings that a script prints."""
 
     def run(make, *words, **options):
         capsys.readouterr()
@@ -162,7 +162,7 @@ def test_arguments_can_be_linked_added_and_defaulted():
     assert made.config_init.timer is timer
     kept = saved("runs/line")
     assert (kept["note"], kept["timer"]["duration"], kept["trainer"]["max_steps"]) == ("a: b", "00:01:00:00", 1)
-    assert kept["model"].keys().isdisjoint({"width", "label"})  # linked again
+    assert kept["model"].keys().isdisjoint({"width", "label"})  # linked a second time
     again = Linked(Line, Points, args=["fit", "--config", "runs/line/config.yaml"])
     assert (again.model.hparams.label, again.config.fit.note) == ("of 6", "a: b")
 
@@ -226,7 +226,7 @@ def test_added_arguments_may_be_nested_and_name_classes():
     made = Nested(Line, Points, args=["fit", "--extra=Timer", "--extra.duration=00:00:01:00"])
     assert (made.config.fit.sizes.small, made.model.hparams.lr) == (4, 0.25)
     assert type(made.config_init.extra) is lumen.Timer
-    assert made.config_init.saver not in made.trainer.callbacks  # add_lightning_class_args puts it there
+    assert made.config_init.saver not in made.trainer.callbacks  # add_lightning_class_args puts the argument there
     said = refused("--sizes.small=few", "--extra=Tmer", "--saver.mode=mean", kind=Nested)
     assert "sizes.small (the command line): expected int, found 'few'." in said
     assert "extra (the command line): lumen has no class Tmer. Did you mean Timer?" in said
@@ -361,7 +361,7 @@ def test_trainer_defaults_may_be_settings_or_objects():
 
 
 class Mine(lumen.Trainer):
-    """A trainer with an argument of its own, as scripts derive it."""
+    """Trainer of a script with another argument."""
 
     def __init__(self, room: str = "here", **settings: Any):
         super().__init__(**settings)
@@ -408,7 +408,7 @@ def test_unsupported_lightning_argument_names_its_replacement():
         lumen.CLI(Line, save_config_kwargs={"overwrite": True}, args=["fit"])
 
 
-# ---------------------------------------------------------------------- run=False, words of others
+# ---------------------------------------------------------------------- run=False, arguments of other programs
 
 
 def test_run_false_builds_without_fitting():
@@ -442,7 +442,7 @@ def test_arguments_may_be_settings():
 def test_lightning_environment_variables_raise(monkeypatch, run):
     middle = "FIT__" if run else ""
     monkeypatch.setenv(f"PL_{middle}TRAINER__MAX_STEPS", "3")
-    monkeypatch.setenv("PL_GLOBAL_SEED", "3")  # Lightning sets it itself
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")  # Lightning sets this argument itself
     with pytest.raises(ConfigError) as error:
         lumen.CLI(Line, Points, args=["fit"] if run else [], run=run)
     assert str(error.value) == (

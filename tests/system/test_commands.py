@@ -1,4 +1,4 @@
-"""Every command that a user can paste runs: from configs, pages, docstrings, and what runs print."""
+"""Documented commands: every command in configs, pages, docstrings and output of runs works."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ from tests.helpers.documented_commands import (
 
 pytestmark = pytest.mark.usefixtures("program_directory")
 
-#: Commands that cannot run here: the reason, or the test that runs them with what they need.
+#: Commands that cannot run here, with the reason or the test that runs them.
 NOT_RUN = {
     r"(#SBATCH .*\n)?(sbatch|scontrol|srun) .*": "SLURM: test_engines.py",
     r"kubectl .*": "Kubernetes",
@@ -76,7 +76,7 @@ for _name in SOURCES:
             QUICK.setdefault(_name, {})[_line] = None
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # of SQLAlchemy, which MLflow uses
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # a warning of SQLAlchemy, which MLflow uses
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize("source", QUICK)
 def test_commands_of_a_file_run(source, tmp_path, monkeypatch):

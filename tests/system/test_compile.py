@@ -1,10 +1,10 @@
-"""Compilation in a program of its own."""
+"""Compilation in a separate program."""
 
 import pytest
 
 from tests.helpers.programs import run_python
 
-pytestmark = pytest.mark.filterwarnings(  # of torch's own code, when it compiles and when it is imported for it
+pytestmark = pytest.mark.filterwarnings(  # torch's own code warns when it compiles and when it is imported for this
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.torch.jit:DeprecationWarning"
 )
 

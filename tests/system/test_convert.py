@@ -1,4 +1,4 @@
-"""`lumen convert` on files that were made to harm: bounded, ended with its parent, and nothing is left."""
+"""`lumen convert` on harmful files: bounded, ended with its parent, and without leftover files."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.helpers.interpreters import SHADOWS, shadow
 pytestmark = pytest.mark.usefixtures("program_directory")
 
 W = {"w": torch.ones(2)}
-#: The process that reads, with smaller limits; the real ones are 60 s and 1 GiB for the smallest file.
+#: Reading process with smaller limits; the real limits are 60 s and 1 GiB for the smallest file.
 SMALLER = """
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ unpickle.main("in.pt", "out.safetensors", "{}", "temporary")
 
 
 def convert(content=None, **options):
-    """Run the command and return its exit code, output and errors; nothing but its output is new."""
+    """Run the command and return its exit code, output and errors; check that no file is new except its output."""
     if content is not None:
         torch.save(content, "in.pt", **options)
     before = set(os.listdir())
@@ -43,7 +43,7 @@ def convert(content=None, **options):
 
 
 def repeated(value, times):
-    """Lists of ten names of one list, which JSON writes as 10 ** times values."""
+    """Return nested lists of ten names of one list, which JSON writes 10 ** times times."""
     for _ in range(times):
         value = [value] * 10
     return value
@@ -117,7 +117,7 @@ def test_time_of_the_processor_is_bounded():
 
 
 def test_memory_is_bounded():
-    """A compressed pickle takes a thousand times its file; torch writes none, but reads it."""
+    """A compressed pickle takes a thousand times its file in memory; torch writes none, but reads them."""
     torch.save({"a": W, "text": "x" * 400_000_000}, "large.pt")
     with zipfile.ZipFile("large.pt") as large, zipfile.ZipFile("in.pt", "w", zipfile.ZIP_DEFLATED) as small:
         for name in large.namelist():

@@ -1,4 +1,4 @@
-"""The core of Lumen works without the command line, the tools and the integrations."""
+"""Core of Lumen: it works without the command line, the tools and the integrations."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import ROOT
 from tests.helpers.architecture import AROUND_THE_CORE
 
-#: Tests of a step, a save, a load, hooks and arguments, which use the core alone.
+#: Tests of a step, a save, a load, hooks and arguments, which use only the core.
 TESTS = (
     "fit/trainer/test_arguments.py",
     "fit/task/test_hooks.py",
@@ -23,7 +23,7 @@ TESTS = (
     "promises/test_hand_written_loop.py",
     "unit/checkpoint/test_storage.py",
 )
-#: An editable installation finds in the repository what the copy lacks; no process of this test may.
+#: Hook that blocks an editable installation, which would find the missing packages in the repository.
 NO_REPOSITORY = f"""
 import sys
 

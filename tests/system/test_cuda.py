@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; in which order it is asked for things is in `test_cuda_order.py`."""
+"""CUDA: behaviour that needs a device; `test_cuda_order.py` tests the order of calls without one."""
 
 import gc
 import os
@@ -42,7 +42,7 @@ class Classifier(lumen.TaskModule):
 
 
 class Unsynced(Classifier):
-    """Forbids the host to wait for the device from step 5 to step 105."""
+    """Task that forbids the host to wait for the device from step 5 to step 105."""
 
     def on_before_zero_grad(self, optimizer):
         if self.global_step in (5, 105):
@@ -53,7 +53,7 @@ class Unsynced(Classifier):
 
 
 class InTurns(Unsynced):
-    """The same, with two optimizers that it moves itself."""
+    """Task with two optimizers in manual optimization."""
 
     automatic_optimization = False
 
@@ -99,7 +99,7 @@ def batches(*, pin_memory):
 def test_no_step_waits_for_what_it_has_queued(tmp_path, precision, task, options):
     options = {"max_steps": 110, "precision": precision, "log_every_n_steps": 1000} | options
     trainer = quiet_trainer(tmp_path, accelerator="cuda", **options | {"callbacks": options.get("callbacks", list)()})
-    trainer.fit(Unsynced(**task), batches(pin_memory=True))  # no epoch ends, where it may wait
+    trainer.fit(Unsynced(**task), batches(pin_memory=True))  # no epoch ends, where the host may wait
     assert trainer.global_step == 110
 
 
@@ -127,7 +127,7 @@ def test_batches_copied_on_side_stream_are_equal(tmp_path):
 
 
 class TwoModules(Classifier):
-    """Two modules that are compiled, one behind the other."""
+    """Task with two compiled modules in sequence."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ GRAPHS = {"mode": "reduce-overhead"}
 
 
 @pytest.mark.time_limit(300)
-@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.filterwarnings("ignore")  # a warning of the compiler
 def test_cuda_graphs_equal_eager_modules(tmp_path):
     found = []
     for setting in (None, GRAPHS):
@@ -167,7 +167,7 @@ def test_cuda_graphs_equal_eager_modules(tmp_path):
         torch.testing.assert_close(torch.as_tensor(compiled), torch.as_tensor(plain), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.filterwarnings("ignore")  # a warning of the compiler
 def test_graphs_and_several_micro_batches_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="gradients of a micro-batch"):
         bare_trainer(tmp_path, accelerator="cuda", compile=GRAPHS, accumulate_grad_batches=2, max_steps=1).fit(
@@ -179,7 +179,7 @@ def test_graphs_and_several_micro_batches_are_refused(tmp_path):
 
 
 class Breaks(Classifier):
-    """Its loss is NaN from one step on."""
+    """Task whose loss is NaN from one step on."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -220,7 +220,7 @@ def test_resumed_run_is_exact(tmp_path, precision, monkeypatch):
 
 
 class Overflows(Classifier):
-    """Its gradients overflow in the third step."""
+    """Task whose gradients overflow in the third step."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -238,7 +238,7 @@ def test_fused_optimizer_skips_overflow_without_counting_a_step(tmp_path):
 
 
 class Slow(Classifier):
-    """The host is done with a step long before the device."""
+    """Task whose host is done with a step long before the device."""
 
     def training_step(self, batch):
         torch.cuda._sleep(20_000_000)
@@ -310,11 +310,11 @@ def test_run_equals_manual_loop_exactly(tmp_path, precision, fused, monkeypatch)
     assert torch.equal(ends[0][0], ends[1][0])
 
 
-# ---------------------------------------------------------------------- memory that is used up, other devices, workers
+# ---------------------------------------------------------------------- full memory, other devices, workers
 
 
 class Wide(lumen.TaskModule):
-    """Takes 256 KB of each sample, in float64."""
+    """Task that takes 256 KB for each sample, in float64."""
 
     def __init__(self):
         super().__init__()
@@ -337,7 +337,7 @@ class Wide(lumen.TaskModule):
 
 @pytest.fixture
 def little_memory():
-    """As much as 600 samples of `Wide` take."""
+    """Limit the memory to 600 samples of `Wide`."""
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((600 * 2 * (1 << 18) + torch.cuda.memory_reserved()) / whole)
@@ -386,7 +386,7 @@ def test_a_run_goes_on_on_another_device(tmp_path, first):
 
 
 class Collects(torch.utils.data.Dataset):
-    """Looks for garbage in the process that reads it, which aborts it if it finds CUDA events of another one."""
+    """Data set that collects garbage in the reading process, which aborts on CUDA events of another process."""
 
     def __len__(self):
         return 64
@@ -401,7 +401,7 @@ def test_forked_workers_do_not_free_cuda_objects(tmp_path):
     try:
         for _ in range(3):
             task = Classifier(logs=True)
-            task.itself = [task]  # in a circle, with the run
+            task.itself = [task]  # in a cycle with the run
             trainer = quiet_trainer(tmp_path, accelerator="cuda", max_epochs=2)
             trainer.fit(task, DataLoader(Collects(), 8, num_workers=2, pin_memory=True))
             assert trainer.global_step == 16
@@ -561,7 +561,7 @@ print("the same")
 
 
 def two(code, folder, limit_s, *arguments, own_device):
-    """Run code in two processes; return their exit codes, outputs, and how long both took in seconds."""
+    """Run code in two processes; return their exit codes, outputs, and the seconds that both took."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The examples for two devices: a GPT whose worker is killed and started again, and the digits by tricks of DDP."""
+"""Examples for two devices: a GPT with a killed and restarted worker, and the digits with DDP tricks."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SHORT = ["--trainer.max_steps=30", "--trainer.val_check_interval=10", "--trainer
 
 
 class Job:
-    """The command that the example shows, run in a directory of its own with the snapshots at a URL."""
+    """Command that the example shows, run in a temporary directory with the snapshots at a URL."""
 
     def __init__(self, home, *options):
         self.home = home
@@ -45,7 +45,7 @@ class Job:
         return (self.home / "output").read_text()
 
     def kill_after_a_snapshot(self, rank):
-        """As the system does with one that has taken too much memory."""
+        """Kill a worker after a snapshot, like the system when memory is full."""
         deadline_s = time.monotonic() + 120
         while not list(self.home.glob("snapshots/step-*/manifest.json")):
             assert self.process.poll() is None, self.output
@@ -56,7 +56,7 @@ class Job:
         os.kill(worker, signal.SIGKILL)
 
     def rows(self):
-        """What it has logged when it is over."""
+        """Return the logged rows after the run."""
         try:
             assert self.process.wait(timeout=240) == 0, self.output
         finally:
@@ -67,7 +67,7 @@ class Job:
 @pytest.mark.slow
 @pytest.mark.time_limit(500)
 def test_losses_of_restarted_workers_are_undisturbed(tmp_path, monkeypatch, capsys):
-    """The run writes, too, by the command in the config's header."""
+    """The test also generates text with the command in the config's header."""
     killed = Job(tmp_path / "killed", *SHORT)
     killed.kill_after_a_snapshot(rank=1)
     rows = killed.rows()
@@ -81,7 +81,7 @@ def test_losses_of_restarted_workers_are_undisturbed(tmp_path, monkeypatch, caps
 @pytest.mark.torture
 @pytest.mark.time_limit(500)
 def test_a_killed_run_restarts_learns_and_writes(tmp_path, monkeypatch, capsys):
-    """The whole example: torchrun, a killed worker, a loss of 2, and the text of the command in the config's header."""
+    """The whole example runs: torchrun, a killed worker, a loss of 2, and text by the command in the config."""
     job = Job(tmp_path / "job")
     job.kill_after_a_snapshot(rank=1)
     assert float(job.rows()[-1]["val_loss"]) <= 2.0

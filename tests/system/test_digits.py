@@ -1,4 +1,4 @@
-"""The example CNN: its size, its metric, and that it learns to read, one way and another."""
+"""Example CNN: its size, its metric, and its learning in several ways."""
 
 import json
 
@@ -48,13 +48,13 @@ def test_logged_accuracy_covers_all_images(tmp_path):
 
 
 def logged(root, name, value):
-    """Every value of that name in metrics.csv, in order."""
+    """Return every value of a name in metrics.csv, in order."""
     return [float(row[value]) for row in rows_of(root / name / "metrics.csv") if row[value]]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Where models/digits.yaml has been trained."""
+    """Train models/digits.yaml; return the directory."""
     root = tmp_path_factory.mktemp("runs")
     run_model("fit", "digits", root)
     return root
@@ -78,11 +78,11 @@ def test_moving_the_images_needs_no_seed_to_repeat(tmp_path):
     assert torch.equal(*trained)
 
 
-# -------------------------------------------------------------------- until it gets no better
+# -------------------------------------------------------------------- learning until a plateau
 
 
 def test_plateau_run_warms_up_decays_and_stops(tmp_path):
-    """With a loss that counts as falling only when it falls by 10, on little data."""
+    """The loss counts as falling only if it falls by 10, on little data."""
     run_model("fit", "digits_plateau", tmp_path, "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1",
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_steps=4", "--lr_scheduler.threshold_mode=abs",
         "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
@@ -105,7 +105,7 @@ def test_plateau_config_reaches_96_percent_and_stops_early(tmp_path):
 
 
 def test_nesterov_run_warms_up_decays_and_stops(tmp_path):
-    """With a loss that counts as falling only when it falls by 10, on little data."""
+    """The loss counts as falling only if it falls by 10, on little data."""
     run_model("fit", "digits_ddp", tmp_path, "--trainer.limit_train_batches=8", "--trainer.limit_val_batches=1",
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_epochs=1", "--lr_scheduler.threshold_mode=abs",
         "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
@@ -126,14 +126,14 @@ def test_optimizer_is_nesterov_inside_lookahead(tmp_path):
 
 @pytest.fixture(scope="module")
 def tuned(trained):
-    """Where the trained network has been fine-tuned."""
+    """Fine-tune the trained network; return the directory."""
     run_model("fit", "digits_finetune", trained, f"--trainer.init_from={trained / 'digits'}")
     return trained
 
 
 @pytest.mark.slow
 def test_finetuning_reads_nine_of_ten_scans(tuned):
-    """With 100 labelled images; without fine-tuning at most 75 % are right."""
+    """Fine-tuning on 100 labelled images must exceed 75 %, the most without it."""
     run_model(
         "validate", "digits", tuned, "--data=datamodules.scans.Scans", "--ckpt_path=last", f"--output={tuned}/v.json"
     )

@@ -1,4 +1,4 @@
-"""What the documentation shows works as shown."""
+"""Documentation: its code and commands work as shown."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def test_every_linked_file_exists():
 
 
 def on_top_of_the_digits(config, folder):
-    """Train two steps of an example with a config of the page on commands over it; returns the run's own config."""
+    """Train two steps of an example with a config of the page on commands; return the run's config."""
     (folder / "more.yaml").write_text(config)
     words = ["--config", "models/digits.yaml", "--config", str(folder / "more.yaml")]
     small = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.default_root_dir={folder}"]

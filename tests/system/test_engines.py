@@ -1,4 +1,4 @@
-"""What `lumen submit` writes runs: under a real SLURM, which takes nodes away, and the commands of the other files."""
+"""Files of `lumen submit`: they run under a real SLURM, which takes nodes away; the other engines' commands run too."""
 
 import os
 import re
@@ -24,7 +24,7 @@ FIT = ["fit", "--config", "run.yaml"]
 
 
 def submit(directory, words, environment=HERE):
-    """What `lumen submit` of the config prints."""
+    """Return the output of `lumen submit` for the config."""
     (directory / "run.yaml").write_text(CONFIG)
     done = subprocess.run(
         [sys.executable, "-m", "lumen", "submit", *words.split(), "--", *FIT], cwd=directory, env=environment,
@@ -36,7 +36,7 @@ def submit(directory, words, environment=HERE):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The losses of a run of two processes that nobody disturbs."""
+    """Return the losses of an uninterrupted run of two processes."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "run.yaml").write_text(CONFIG)
     command = ["torchrun", "--nproc-per-node=2", "--master-port", str(free_port()), "-m", "lumen", *FIT]
@@ -47,17 +47,17 @@ def undisturbed(tmp_path_factory):
 
 
 def requeue(slurm, job):
-    """Let SLURM itself end the job and put it back."""
+    """Make SLURM end the job and requeue it."""
     subprocess.run(["scontrol", "requeue", job], env=slurm, check=True)
 
 
 def come_near_the_time_limit(slurm, job):
-    """Send what SLURM sends 90 s before it."""
+    """Send the signal that SLURM sends 90 s before the time limit."""
     subprocess.run(["scancel", "--signal=USR1", job], env=slurm, check=True)
 
 
 def preempt(slurm, job):
-    """Submit a job of higher priority, which needs the node."""
+    """Submit a job of higher priority that needs the node."""
     command = ["sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     subprocess.run(command, env=slurm, check=True, cwd="/tmp")
 
@@ -97,7 +97,7 @@ def test_engine_command_trains_on_two_nodes(engine, undisturbed, tmp_path):
         job = job["spec"]
         (container,) = job["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
         elastic = job["elasticPolicy"]
-        variables = {  # as the operator makes them of the policy
+        variables = {  # as the operator derives them from the policy
             "PET_RDZV_BACKEND": elastic["rdzvBackend"], "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
             "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
             "PET_MAX_RESTARTS": str(elastic["maxRestarts"]),

@@ -1,4 +1,4 @@
-"""Exports as programs: killed, on a full disk, and what they take of the memory."""
+"""Exports as programs: killed, on a full disk, and measured in memory."""
 
 import os
 import signal
@@ -32,12 +32,12 @@ def test_exported_file_needs_neither_lumen_nor_pickle():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("6.0\n", 0), done.stderr
     with safe_open("net.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}  # what transformers insists on
+        assert file.metadata() == {"format": "pt"}  # transformers requires this name
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint of 200 MB in tensors of 4 MB."""
+    """Write a checkpoint of 200 MB in tensors of 4 MB."""
     model = {f"layers.{n}.weight": torch.full((1024, 1024), float(n)) for n in range(50)}
     return save(tmp_path_factory.mktemp("large") / "step-1", model=model)
 
@@ -58,7 +58,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(large):
 
 
 def stop_in_the_middle(number, output, *words):
-    """Start an export and send it a signal while it writes. Returns it, and where it does."""
+    """Start an export and send it a signal while it writes. Return the process and its draft."""
     process = subprocess.Popen([*LUMEN, *map(str, words), "--output", output], env=ENVIRONMENT)
     while not (found := list(Path().glob(f"{output}.tmp-*/*"))):
         assert process.poll() is None
@@ -86,7 +86,7 @@ def test_running_export_is_not_cleaned_up(large):
     before = Path("x.safetensors").read_bytes()
     assert list(left.iterdir())
     process.send_signal(signal.SIGCONT)
-    assert process.wait() == 2  # somebody else was faster
+    assert process.wait() == 2  # another process was faster
     assert sorted(os.listdir()) == ["step-1", "x.safetensors"]
     assert Path("x.safetensors").read_bytes() == before
 
@@ -113,7 +113,7 @@ print(memory("VmHWM") - before)
     [
         (1, ["--output=x.safetensors"], 16),
         (1, ["--output=x", "--max_shard_size=50MB", "--dtype=bfloat16"], 16),
-        (3, ["--output=x.safetensors"], 24),  # the sum has 8
+        (3, ["--output=x.safetensors"], 24),  # the sum has 8 bytes
     ],
 )
 def test_export_memory_is_that_of_one_tensor(large, sources, words, most):

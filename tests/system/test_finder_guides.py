@@ -1,4 +1,4 @@
-"""The programs of the guides on learning rates, memory and loss spikes print what the guides say."""
+"""Programs of the guides on learning rates, memory and loss spikes: each prints what its guide shows."""
 
 import os
 import re
@@ -17,7 +17,7 @@ SPIKES = (ROOT / "docs/guides/loss-spikes.md").read_text()
 
 
 def run_programs(tmp_path, page, *numbers):
-    """Run programs of a page, one after the other, in a new process. Return what they printed."""
+    """Run programs of a page in order in a new process. Return their output."""
     programs = snippets(f"docs/guides/{page}.md")
     (tmp_path / "train.py").write_text("".join(programs[number] for number in numbers))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}

@@ -1,4 +1,4 @@
-"""Where the time of a run went, told by its directory, across a kill and a restart."""
+"""Goodput: the time of a run by bucket, from its directory, across a kill and a restart."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_times_sum_to_wall_time_across_restarts(tmp_path):
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     with open(run / "goodput.jsonl", "a") as file:
-        file.write('{"life": 1, "fro')  # torn
+        file.write('{"life": 1, "fro')  # a torn line
     time.sleep(1)
     ended = subprocess.run([*command, "80"], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True)
     wall_s = time.time() - begun

@@ -1,4 +1,4 @@
-"""A process that gets no further is named, and ended with its job; one that was stopped for a while is not."""
+"""Hang watch: a hung process is named and its job terminated; a process that was stopped for a while is not."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def is_named_and_ended(nursery, folder, mode, devices):
 
 
 def collectives_are_recorded(logs, ended_by_itself):
-    """As torch's flight recorder has them; the rank that waits has begun more than the other."""
+    """Check that torch's flight recorder is on; the waiting rank has begun more collectives than the other."""
     files = {rank: [*logs.glob(f"collectives-torch-rank{rank}-*.json")] for rank in (0, 1)}
     assert [rank for rank, found in files.items() if found] == ended_by_itself
     records = [json.loads(file.read_bytes()) for (file,) in (files[rank] for rank in ended_by_itself)]
@@ -70,7 +70,7 @@ def test_hanging_process_is_named_and_job_ends(nursery, tmp_path, mode, devices)
     "mode", [pytest.param(mode, marks=[pytest.mark.torture] * (number % 2)) for number, mode in enumerate(UNMATCHED)]
 )
 def test_a_collective_that_ranks_skip_is_named(nursery, tmp_path, mode):
-    """The limits are the default ones, of 10 and 30 minutes."""
+    """The limits are the defaults, 10 and 30 minutes."""
     end = nursery.start(str(tmp_path), MODULE, {"mode": mode, "devices": 2}).wait()
     said = (
         r"error: rank 0 waits in a collective that rank 1 does not reach: rank 0 is at \S+hanging_run\.py:\d+ in \S+; "
@@ -83,7 +83,7 @@ def test_a_collective_that_ranks_skip_is_named(nursery, tmp_path, mode):
 
 @pytest.mark.slow
 def test_ranks_of_different_groups_may_wait(nursery, tmp_path):
-    """Two ranks wait for a third one, each in a group that it shares with that one alone."""
+    """Two ranks wait for a third one, each in a group with that rank alone."""
     end = nursery.start(str(tmp_path), MODULE, {"mode": LATE, "devices": 3}).wait()
     assert end.code == 0, end.output
     assert "done: 8 steps" in end.output
@@ -126,11 +126,11 @@ def is_missed(folder):
 
 @pytest.mark.slow
 def test_suspended_job_continues(nursery, tmp_path):
-    """As Ctrl-Z and `fg` do, for longer than the limit."""
+    """The job is stopped as by Ctrl-Z and continued as by `fg`, for longer than the limit."""
     job = nursery.start(str(tmp_path), MODULE, {"mode": "suspended", "devices": 2})
     while len([*tmp_path.glob("waits-*")]) < 2:
         time.sleep(0.02)
-    time.sleep(1.0)  # the watch has seen that nothing is done
+    time.sleep(1.0)  # the watch has seen no progress
     for number, rest_s in ((signal.SIGSTOP, 1.5 * LONG_S), (signal.SIGCONT, 3.0)):
         for pid in job.pids.values():
             os.kill(pid, number)

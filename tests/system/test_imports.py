@@ -1,4 +1,4 @@
-"""What a program imports and starts on its way to the first step."""
+"""Imports and child processes of a program on its way to the first step."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from lumen.internals.entry_points import COMMANDS
 from tests.helpers import ROOT
 from tests.helpers.programs import run_python
 
-#: What takes longer to import than all of Lumen, and is not needed by each run.
+#: Modules that take longer to import than all of Lumen, and that not every run needs.
 HEAVY = {
     "fsspec", "jsonargparse", "rich", "tensorboard", "threadpoolctl", "torch.distributed.fsdp",
     "torch.distributed.tensor", "torch.utils.flop_counter", "torchmetrics", "yaml",
@@ -24,7 +24,7 @@ lumen.Trainer(max_steps=2, seed=1, num_sanity_val_steps=1, **{options}).fit(
     Regression(), loader(), val_dataloaders=loader())
 """
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-#: Prints the processes that are started from here on, by any means that Python knows.
+#: Code that prints the processes started after it, by any means of Python.
 WATCH = """
 import os, sys
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system")
@@ -33,19 +33,19 @@ sys.addaudithook(lambda event, args: print("started:", event, args, flush=True) 
 
 
 def python(code, folder, *arguments):
-    """What a fresh interpreter prints."""
+    """Return the output of a fresh interpreter."""
     return run_python("-c", code, *arguments, cwd=folder)[0]
 
 
 def imported(code, folder):
-    """The modules that are there after some code."""
+    """Return the imported modules after some code."""
     return set(
         json.loads(python(f"{code}\nimport json, sys\nprint(json.dumps(list(sys.modules)))", folder).split("\n")[-2])
     )
 
 
 def packages(modules):
-    """Those of them that do not come with Python."""
+    """Return the imported packages that do not come with Python."""
     return {name.split(".")[0] for name in modules} - sys.stdlib_module_names
 
 
@@ -56,14 +56,14 @@ def test_lumen_itself_waits_for_nothing(tmp_path):
 def test_main_names_import_little_beyond_torch(tmp_path):
     before = imported("import torch", tmp_path)
     added = imported("import torch\nfrom lumen import TaskModule, DataModule, Trainer", tmp_path) - before
-    found = {name for name in packages(added) if not name.startswith(("_cython", "cython"))}  # numpy's own
-    assert found <= {"lumen", "numpy", "torch"}  # numpy's generators, which are seeded; small modules of torch
+    found = {name for name in packages(added) if not name.startswith(("_cython", "cython"))}  # numpy's internal modules
+    assert found <= {"lumen", "numpy", "torch"}  # numpy's generators, which Lumen seeds; small modules of torch
     assert not HEAVY & (added | packages(added))
 
 
 def test_public_names_import_no_heavy_packages(tmp_path):
     before = imported("import torch", tmp_path)
-    sharded = {"DDP", "FSDP", "CLI", "runs"}  # the last reads YAML
+    sharded = {"DDP", "FSDP", "CLI", "runs"}  # the last one reads YAML
     added = imported(f"import lumen\nfor name in set(lumen.__all__) - {sharded}: getattr(lumen, name)", tmp_path)
     assert not HEAVY & (added - before)
 
@@ -72,7 +72,7 @@ FILES = {"lumen.fish", "lumen.patch"}
 
 
 def documented_names():
-    """Every `lumen.NAME` in the pages and configs, but for modules that a page imports or runs."""
+    """Return every `lumen.NAME` in the pages and configs, without modules that a page imports or runs."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb"), *ROOT.glob("models/*")]
     text = "\n".join(page.read_text() for page in pages if page.is_file())
     named = re.findall(r"(?<![\w./-])(?<!from )(?<!import )(?<!-m )lumen(?:\.[A-Za-z]\w*)+", text)
@@ -82,9 +82,9 @@ def documented_names():
 def test_documented_names_need_no_other_import(tmp_path):
     names = documented_names()
     assert {"lumen.optim", "lumen.Trainer", "lumen.precision.Float16"} <= {*names}
-    for name in {*names} - {COMMANDS}:  # a group of entry points is no module
+    for name in {*names} - {COMMANDS}:  # a group of entry points is not a module
         first, *others = name.split(".")[1:]
-        reduce(getattr, others, lumen.__getattr__(first))  # whatever this process has imported before
+        reduce(getattr, others, lumen.__getattr__(first))  # independent of earlier imports in this process
     python("import lumen\nlumen.optim.cosine", tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_missing_name_raises_attribute_error():
         _ = lumen.optimizers
 
 
-#: Prints what is opened by a run, after some and after many others, but for source that torch reads where it is seeded.
+#: Code that prints the files opened by a run, after some and after many others, without source read by torch's seeding.
 OPENED = """
 import os, sys, tempfile
 import lumen
@@ -149,12 +149,12 @@ def test_command_help_imports_no_compiler_or_torchmetrics(tmp_path):
 
 
 def started(printed):
-    """Which processes were started while a program printed."""
+    """Return the processes that were started while a program printed."""
     return {line for line in printed.split("\n") if line.startswith("started:")}
 
 
 def started_by_torch(folder):
-    """Those that the imports of an optimizer start: torch's builds for CUDA look for libraries."""
+    """Return the processes that the imports of an optimizer start: torch's CUDA builds look for libraries."""
     return started(
         python(f"{WATCH}from tests.helpers.tasks import Regression\nRegression().configure_optimizers()", folder)
     )

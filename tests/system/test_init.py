@@ -1,4 +1,4 @@
-"""What `lumen init` makes is a project that trains, passes its test, and lints."""
+"""`lumen init`: its project trains, passes its test, and lints."""
 
 import os
 import shlex
@@ -61,7 +61,7 @@ def test_a_project_is_begun_without_torch():
 
 @pytest.mark.slow
 def test_templates_are_part_of_what_is_installed(tmp_path):
-    """As a wheel has them, hidden files too."""
+    """Templates are installed as from a wheel, hidden files too."""
     build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     source = tmp_path / "source"
     source.mkdir()

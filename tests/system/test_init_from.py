@@ -1,4 +1,4 @@
-"""What loading parameters needs of memory."""
+"""Memory of `init_from`."""
 
 import pytest
 
@@ -43,11 +43,11 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
-SLACK_MIB = 48  # of the allocator, the libraries and the page cache; a second copy of the model would be 200
+SLACK_MIB = 48  # for the allocator, the libraries and the page cache; a second copy of the model would take 200
 
 
 def grown_mib(root, where):
-    """How much more memory a process needs for loading a model of 200 MiB that it has built."""
+    """Return the additional MiB of a process that loads a model of 200 MiB after building it."""
     return sum(numbers_of("-c", MEMORY, root, where))
 
 

@@ -1,4 +1,4 @@
-"""Files of the working directory are not imported in place of modules that the processes of Lumen need."""
+"""Files of the working directory: Lumen's processes do not import them in place of needed modules."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def test_launcher_imports_nothing_of_the_working_directory():
 
 
 def test_variants_of_verify_are_isolated_from_the_directory():
-    """All but `mine` are imported by the command before it looks for the modules of the user."""
+    """The command imports all of them except `mine` before it looks for the modules of the user."""
     Path("mine.py").write_text("from tests.helpers.verified_tasks import Clean, Data")
     Path("mine.yaml").write_text("{seed_everything: 1, model: mine.Clean, data: mine.Data, trainer: {max_epochs: 3}}")
     shadow(*SHADOWS)

@@ -1,4 +1,4 @@
-"""Several processes: who starts them, how they end, and what is seen of it."""
+"""Several processes: their launcher, their end, and their output."""
 
 import gc
 import json
@@ -97,7 +97,7 @@ class Torn(Line):
 
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path, monkeypatch):
-    """A working directory and a temporary directory of its own, a script, and no processes from outside."""
+    """Make a working directory, a temporary directory and a script, without variables of a launcher."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -122,7 +122,7 @@ def start(*words, **environment):
 
 
 def finish(process, limit_s=90):
-    """The exit code and all output; no process of this test is left then."""
+    """Return the exit code and all output; check that no process of this test is left."""
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -136,7 +136,7 @@ def finish(process, limit_s=90):
 
 
 def processes_here():
-    """The command and the number of every process that works in this test's directory, other than this one."""
+    """Return the command and the pid of every other process that works in this test's directory."""
     here, found = os.getcwd(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -163,7 +163,7 @@ def steps():
 
 
 def test_one_flag_runs_a_command_in_two_processes(tmp_path):
-    """The saved config and the commands that the run prints run again."""
+    """The saved config and the commands that the run prints work again."""
     code, output = run("-m", "lumen", "fit", "--config", "line.yaml", "--trainer.devices", "2")
     assert code == 0, output
     assert output.count("the run is in runs/line\n") == output.count("model.width is 3, from data.width\n") == 1
@@ -208,7 +208,7 @@ def test_error_of_all_processes_is_printed_once():
 
 def test_help_and_print_config_start_nothing():
     words = ["-m", "lumen", "fit", "--config", "line.yaml", "--trainer.devices", "2"]
-    code, output = run(*words, "--print_config", LUMEN_LAUNCHER="1")  # it lives, and started somebody else
+    code, output = run(*words, "--print_config", LUMEN_LAUNCHER="1")  # the process is alive and not a child of this one
     assert (code, yaml.safe_load(output)["trainer"]["devices"]) == (0, 2)
 
 
@@ -217,8 +217,9 @@ def test_help_and_print_config_start_nothing():
 
 @pytest.mark.slow
 def test_a_script_runs_in_its_workers(monkeypatch):
-    """No process is untrained after `fit`, and none ends with a thread of gloo. A set of strings has one order on all
-    ranks: a label map that a script makes of one is the same everywhere.
+    """No process is untrained after `fit`, and none ends with a thread of gloo.
+
+    A set of strings has one order on all ranks, so a label map that a script makes of a set is the same everywhere.
     """
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     code, output = run("train.py", "threads", "4", "2")
@@ -258,7 +259,7 @@ def test_several_devices_are_refused_under_pytest(tmp_path):
     assert not list(tmp_path.glob("runs*"))
 
 
-# ---------------------------------------------------------------------- a rank that fails
+# ---------------------------------------------------------------------- failures of one rank
 
 
 def test_command_shows_user_lines_of_failed_rank():
@@ -319,7 +320,7 @@ def test_hanging_rank_is_an_error_with_all_stacks():
     assert code == 70, output
     assert re.search(r"rank 1 is in user code: \S+train\.py:\d+ in this_is_where_it_hangs\. rank 0 waits\.\n$", output)
     one, other = re.split(r"rank 1 \(pid \d+\) is here:", output.rpartition("rank 0 (pid")[2])
-    assert "in train_step" in one  # where rank 0 waits for gradients
+    assert "in train_step" in one  # rank 0 waits for gradients here
     assert re.search(r"line \d+ in this_is_where_it_hangs", other)
     assert "set a longer timeout_s" in other
 
@@ -398,7 +399,7 @@ def wait_until_trained(process):
 def test_stopped_job_saves_and_resumes(number):
     process = start("train.py", "slow", "100000", "2")
     wait_until_trained(process)
-    os.killpg(process.pid, number)  # as a terminal does
+    os.killpg(process.pid, number)  # as from a terminal
     code, output = finish(process)
     assert code == 128 + number, output
     assert output.count(f"{number.name}: finishing this step") == 1
@@ -421,7 +422,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", 
 def test_signal_to_all_processes_counts_once(words):
     process = start(*words)
     wait_until_trained(process)
-    for _, number in processes_here():  # as systemd does for a service
+    for _, number in processes_here():  # like systemd for a service
         os.kill(number, signal.SIGTERM)
     code, output = finish(process)
     assert code == (143 if words is not TORCHRUN else 1), output
@@ -456,7 +457,7 @@ def test_workers_of_killed_launcher_do_not_train():
     assert not Path("training").exists()
 
 
-# ---------------------------------------------------------------------- processes that others start
+# ---------------------------------------------------------------------- processes started by other launchers
 
 
 def free_port():
@@ -567,7 +568,7 @@ for steps in (1, 6):
 
 
 def restarted(kills, late_s, *options):
-    """The records of both runs of a program that torchrun starts again `kills` times."""
+    """Return the records of both runs of a program that torchrun restarts `kills` times."""
     Path("restarted.py").write_text(RESTARTED)
     code, output = run(
         "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(kills), *options,
@@ -714,8 +715,8 @@ def test_folders_of_killed_launchers_are_removed(tmp_path, monkeypatch):
         return set(tmp_path.glob("lumen-launch-*"))
 
     assert launched("import os; os._exit(3)").wait(90) == 3
-    assert folders() == set()  # what rank 0 says is on the terminal
-    (kept := tmp_path / "lumen-launch-kept").mkdir()  # as a failed job leaves one
+    assert folders() == set()  # the messages of rank 0 are on the terminal
+    (kept := tmp_path / "lumen-launch-kept").mkdir()  # as left by a failed job
     running = [launched(AS_LONG_AS_ITS_LAUNCHER.format(str(tmp_path / name))) for name in "ab"]
     try:
         until = time.monotonic() + 120

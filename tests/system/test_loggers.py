@@ -1,4 +1,4 @@
-"""Records of runs that are killed or cut by signals; logging without TensorBoard."""
+"""Records of killed or interrupted runs; logging without TensorBoard."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_validation_cut_by_signal_is_recorded_once(tmp_path, number, code):
     assert part(cut, number).returncode in (code, -number)
     assert [path.name for path in find_checkpoints(cut / "runs/run/checkpoints")][-1] == "step-00000008-validating"
     shown = [event.step for event in events(cut / "runs/run").Images("seen")]
-    assert shown == [400, 401, 402, 800, 801]  # nothing is taken away before the run goes on
+    assert shown == [400, 401, 402, 800, 801]  # no row is removed before the run resumes
     assert part(cut, 0).returncode == 0
 
     for name, kind in (("seen", "Images"), ("targets", "Histograms"), ("batch/text_summary", "Tensors")):
@@ -104,7 +104,7 @@ quiet_trainer(
 
 
 def run(directory, kill_at=None):
-    """Run the script above to its end, or kill it when it comes to a step; returns the steps it came to."""
+    """Run the script above to its end, or kill it at a step; return the steps that it reached."""
     steps = []
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(directory)], cwd=ROOT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -167,7 +167,7 @@ trainer:
 
 
 class Killed(Line):
-    """Kills its process in the step that KILL_AT names."""
+    """Task that kills its process in the step of KILL_AT."""
 
     def training_step(self, batch):
         if self.global_step == int(os.environ.get("KILL_AT", "-1")):
@@ -208,7 +208,7 @@ for kill_at in ("7", "18", "-1"):
 def test_services_record_one_complete_run_despite_kills(tmp_path):
     (tmp_path / "line.yaml").write_text(SERVICES)
     environment = {**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment.pop("WANDB_SERVICE", None)  # An earlier test's service would outlive the lives and keep their run open.
+    environment.pop("WANDB_SERVICE", None)  # An earlier test's service would survive the kills and keep their run open.
     command = [sys.executable, "-c", LIVES]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert [int(code) for code in ended.stdout.split()] == [-signal.SIGKILL, -signal.SIGKILL, 0], ended.stderr
@@ -225,4 +225,4 @@ def test_services_record_one_complete_run_despite_kills(tmp_path):
     assert records["mlflow"]["loss"] == records["wandb"]["loss"] == own["loss"]
     assert run.info.status == "FINISHED"
     assert len({path.name for path in directory.glob("wandb/offline-run-*/run-*.wandb")}) == 1
-    assert len([*directory.glob("wandb/offline-run-*")]) == 3  # a part of each life
+    assert len([*directory.glob("wandb/offline-run-*")]) == 3  # one part for each attempt

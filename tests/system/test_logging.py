@@ -1,4 +1,4 @@
-"""What a user's program shows of logged messages."""
+"""Logged messages that a user's program shows."""
 
 import re
 

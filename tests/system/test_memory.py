@@ -1,4 +1,4 @@
-"""Memory: a run takes what the hand-written loop takes, and a long one does not grow."""
+"""Memory: a run takes as much as the hand-written loop, and a long run does not grow."""
 
 import json
 import weakref
@@ -45,7 +45,7 @@ lumen.Trainer(
 
 
 def measure(folder, *arguments):
-    """What a long run holds in a fresh process, when it is warm and at its end."""
+    """Measure a long run in a fresh process, after its warm-up and at its end."""
     warm, end = map(json.loads, run_python("-c", LONG_RUN, *arguments, cwd=folder)[0].splitlines())
     return {name: end[name] - warm[name] for name in warm}
 
@@ -72,8 +72,8 @@ def test_run_does_not_grow(tmp_path):
 )
 def test_one_small_object_a_step_would_be_seen(tmp_path, leak):
     growth = measure(tmp_path, 1_200, 400, 10, leak)
-    assert growth["blocks"] >= 500, growth  # one that does not leak has less than 300
-    if leak != "number":  # which no collector tracks
+    assert growth["blocks"] >= 500, growth  # a run without a leak has fewer than 300
+    if leak != "number":  # objects that no collector tracks
         assert growth["objects" if leak == "object" else "tensors"] >= 700, growth
 
 
@@ -108,5 +108,5 @@ def test_batch_is_freed_before_next_step_loads(tmp_path, known, accumulate):
 
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
     trainer.fit(Task(), DataLoader(Sample() if known else Stream(), batch_size=1))
-    # where the order is known only the batch before, within a step; of a stream a step is read ahead, as a whole
+    # where the order is known only one batch ahead, within a step; of a stream, a whole step is read ahead
     assert max(alive) == (accumulate - 1 if known else accumulate)

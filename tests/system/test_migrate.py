@@ -1,4 +1,4 @@
-"""Projects that were written for Lightning pass their own tests before `lumen migrate --write`, and after it."""
+"""Projects for Lightning: they pass their tests before `lumen migrate --write`, and after it."""
 
 import os
 import re
@@ -19,7 +19,7 @@ LIGHTNING = re.compile(r"\b(pytorch_)?lightning\b")
 
 
 def copied(name, to):
-    """A copy of a project, with a repository of its own."""
+    """Return a copy of a project, with its repository."""
     shutil.copytree(PROJECTS / name, to, ignore=shutil.ignore_patterns("__pycache__"))
     git(to, "init", "-q")
     git(to, "add", ".")
@@ -34,7 +34,7 @@ def lumen(directory, *words):
 
 
 def own_tests(directory, *without):
-    """The project's own tests, begun; modules named in `without` cannot be imported."""
+    """Start the project's tests; modules in `without` cannot be imported."""
     barrier = directory.with_name(f"{directory.name}-without")
     barrier.mkdir()
     for name in without:
@@ -73,7 +73,7 @@ def _passed(told):
 
 
 def test_the_guide_shows_what_the_command_prints(tmp_path):
-    """`python -m tests.system.test_migrate` writes it anew."""
+    """`python -m tests.system.test_migrate` updates the guide."""
     assert _page(tmp_path) == PAGE.read_text()
 
 
@@ -155,7 +155,7 @@ def test_a_hostile_git_config_runs_nothing(project, setting):
     program.chmod(0o700)
     git(project, "config", setting, str(program if setting != "core.hooksPath" else program.parent))
     (project / ".gitattributes").write_text("*.py filter=bad\n")
-    (project / "a.py").touch()  # git compares what it holds with the file
+    (project / "a.py").touch()  # git compares its copy with the file
     assert write(".")[0] == 0
     assert texts(project)["a.py"].startswith("import lumen")
     assert not (project / "executed").exists()

@@ -1,4 +1,4 @@
-"""Lumen in a notebook: cells in a real kernel, what they show, how they are interrupted, what they leave behind."""
+"""Notebooks: cells in a real kernel, their output, their interruption, and their leftovers."""
 
 import asyncio
 import json
@@ -27,10 +27,10 @@ CELL_LIMIT_S = 60
 
 
 class Notebook(NotebookClient):
-    """A notebook whose cells are written while its kernel runs."""
+    """Notebook whose cells are written while its kernel runs."""
 
     def process_message(self, msg, cell, cell_index):
-        """Keep every picture that is drawn, and press the stop button once for each text that asks for it."""
+        """Keep every drawn picture, and press the stop button once for each text that requests it."""
         content = msg["content"]
         if msg["msg_type"] in ("display_data", "update_display_data"):
             self.pictures.append(content["data"]["text/html"])
@@ -43,12 +43,12 @@ class Notebook(NotebookClient):
         """Execute one more cell.
 
         Args:
-            code: Of the cell.
-            stop_at: The kernel is interrupted when the cell writes the first of these texts, then at the next.
-            fails: Whether the cell ends in an error.
+            code: Source of the cell.
+            stop_at: Texts in the output; at each one in turn, the kernel is interrupted.
+            fails: True if the cell ends in an error.
 
         Returns:
-            Its outputs, as a front end shows them: what is written to one stream without a pause is one output.
+            Outputs of the cell as a front end shows them; text written to one stream without a pause is one output.
         """
         self.pictures, self.stop_at = [], list(stop_at)
         cell = nbformat.v4.new_code_cell(dedent(code))
@@ -56,7 +56,7 @@ class Notebook(NotebookClient):
         try:
             self.execute_cell(cell, len(self.nb.cells) - 1)
         except CellTimeoutError:
-            os.killpg(self.km.provisioner.pid, signal.SIGKILL)  # or every later cell would wait for this one
+            os.killpg(self.km.provisioner.pid, signal.SIGKILL)  # otherwise every later cell would wait for this one
             raise
         outputs = []
         for output in cell.outputs:
@@ -71,8 +71,8 @@ class Notebook(NotebookClient):
 
 @contextmanager
 def kernel(folder):
-    """A new kernel of this interpreter that works in a folder; nothing of the user's Jupyter is read or written."""
-    with tempfile.TemporaryDirectory() as home:  # pytest's own are too long for a socket's name
+    """Start a kernel of this interpreter in a folder, without the user's Jupyter files."""
+    with tempfile.TemporaryDirectory() as home:  # pytest's folders are too long for a socket's name
         command = ["-m", "ipykernel_launcher", "-f", "{connection_file}", "--HistoryManager.enabled=False"]
         spec = {"argv": [sys.executable, *command], "language": "python", "display_name": "here"}
         (Path(home) / "here").mkdir()
@@ -98,7 +98,7 @@ def without_colors(text):
 
 
 def text_of(outputs):
-    """What was written, pictures and errors left out."""
+    """Return the printed text, without pictures and errors."""
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
@@ -193,7 +193,7 @@ FINISHED = "finished: max_epochs=3 reached at step 15, epoch 3\n"
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
-    """One kernel for all tests; it has trained `undisturbed`, the run called regression."""
+    """Start one kernel for all tests; it has trained `undisturbed`, the run called regression."""
     with kernel(tmp_path_factory.mktemp("notebook")) as notebook:
         notebook.run(DEFINITIONS)
         notebook.run(TOOLS)
@@ -232,7 +232,7 @@ def test_display_updates_at_most_twice_per_second(notebook):
     *during, last = notebook.pictures
     bar = r'step (\d+)/20 · epoch [01]/1 <progress max="1" value="([\d.]+)"></progress> (\d+) % · 0:00:\d\d left\nloss'
     seen = [(int(step), float(value), int(percent)) for step, value, percent in re.findall(bar, "".join(during))]
-    assert 3 <= len(seen) <= len(during) <= 2 * took_s + 8  # at the ends of training and evaluations too
+    assert 3 <= len(seen) <= len(during) <= 2 * took_s + 8  # also at the ends of training and evaluations
     assert all(value == step / 20 and percent == 5 * step for step, value, percent in seen)
     assert any("validation 0/2 <progress" in picture for picture in during)
     assert "&lt;val&gt;&nbsp;0." in last
@@ -368,7 +368,7 @@ def test_fit_in_a_thread_is_equal(notebook):
 
 
 def test_command_started_by_cell_prints_no_escapes(notebook):
-    """Kernels set FORCE_COLOR for their commands, whose output is no terminal."""
+    """Kernels set FORCE_COLOR for their commands, although the output is not a terminal."""
     script = (
         dedent(DEFINITIONS) + "lumen.Trainer(max_epochs=1, name='command').fit(Regression(), DataLoader(Noisy(), 8))"
     )

@@ -1,4 +1,4 @@
-"""A run that is killed and goes on with other processes under another strategy: every sample once, the same losses."""
+"""Killed runs that resume with other processes under another strategy: each sample once, and the same losses."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def script(program_directory):
 
 
 def live(strategy, devices, fatal_step=-1, fatal_rank=0):
-    """One life of the run, which the rank ends at the step; returns its output."""
+    """Run one attempt, in which the rank kills itself at the step; return its output."""
     words = [sys.executable, "job.py", strategy, devices, fatal_step, fatal_rank]
     job = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=200, check=False)
     output = job.stdout + job.stderr
@@ -66,7 +66,7 @@ def live(strategy, devices, fatal_step=-1, fatal_rank=0):
 
 
 def result():
-    """The loss of each step; how often each sample of each epoch was trained on, what was repeated counted once."""
+    """Return the loss of each step, and how often each sample was trained on by epoch, repeated steps counted once."""
     losses = [float(row["loss"]) for row in rows_of(Path("runs/run/metrics.csv"))]
     batches = {}
     for epoch, number, samples in map(json.loads, Path("samples").read_text().splitlines()):
@@ -80,7 +80,7 @@ def result():
 
 
 def check_sizes(expected, lives):
-    """The run of these lives, each (strategy, devices, fatal step, fatal rank), is the undisturbed one."""
+    """Compare a run of these attempts, each (strategy, devices, fatal step, fatal rank), with the uninterrupted run."""
     outputs = [live(*each) for each in lives]
     losses, seen = result()
     assert losses == pytest.approx(expected[0], abs=1e-10, rel=0)
@@ -92,7 +92,7 @@ def check_sizes(expected, lives):
 @pytest.mark.slow
 @pytest.mark.time_limit(400)
 def test_killed_run_resumes_with_other_world_sizes():
-    """One line says what changed."""
+    """One line reports the change."""
     live("single", 1)
     expected = result()
     lives = [("ddp", 2, 5, 1), ("fsdp", 3, 13, 2), ("single", 1, -1, 0)]

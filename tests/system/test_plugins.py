@@ -1,4 +1,4 @@
-"""Packages register commands, loggers and callbacks; the built-in ones are registered the same way."""
+"""Plugins: packages register commands, loggers and callbacks, in the same way as Lumen itself."""
 
 import os
 import re
@@ -18,7 +18,7 @@ FILES = re.findall(r"^`greenlight/(\w+\.py)` ", PAGE, re.M)
 
 
 def install(folder, name="greenlight", **groups):
-    """Write what pip writes of a package's entry points."""
+    """Write the files that pip writes for a package's entry points."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -28,7 +28,7 @@ def install(folder, name="greenlight", **groups):
 
 @pytest.fixture
 def greenlight(tmp_path):
-    """The folder in which the package of the page is installed."""
+    """Return the folder in which the page's package is installed."""
     folder = tmp_path / "packages"
     points = {name.removeprefix("lumen."): each.items() for name, each in PROJECT["entry-points"].items()}
     install(folder, **points)

@@ -1,4 +1,4 @@
-"""A run on one host opens no port that another host can reach."""
+"""Ports: a run on one host opens no port that another host can reach."""
 
 import json
 import os
@@ -69,7 +69,7 @@ TWO = {"devices": 2}
 
 
 def look(settings, *words, environments=({},)):
-    """Run the script, once for each environment at a time, and return what each rank has seen."""
+    """Run the script, once for each environment, in parallel; return the observations of each rank."""
     Path("train.py").write_text(SCRIPT)
     command = [sys.executable, "train.py", json.dumps(settings), *words]
     processes = [
@@ -109,7 +109,7 @@ def test_launched_run_listens_on_loopback_alone(settings, words):
 
 @pytest.mark.parametrize("by", ["hand", "slurm"])
 def test_ranks_of_one_host_listen_on_loopback(by):
-    """They were started without a launcher of torch, so that rank 0 opens the store."""
+    """They start without torch's launcher, so rank 0 opens the store."""
     if by == "hand":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]

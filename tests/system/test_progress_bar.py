@@ -1,4 +1,4 @@
-"""The bar in a real terminal, beside a pipe and a debugger."""
+"""Progress bar in a real terminal, with a pipe and with a debugger."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.terminal import HIDE, SHOW
 
 
 def run_in_a_terminal(script: str) -> tuple[str, str, int]:
-    """Run Python with a terminal as stderr and a pipe as stdout. Returns what came out of both, and the exit code."""
+    """Run Python with a terminal as stderr and a pipe as stdout. Return the text of both, and the exit code."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
@@ -70,7 +70,7 @@ def test_failing_callback_teardown_still_restores_the_cursor(tmp_path: Path) -> 
 
 
 def screen_of(written: str) -> list[str]:
-    """The lines that a terminal shows which has got all this."""
+    """Return the lines that a terminal shows after this text."""
     lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|[^\x1b]", written):
         if part == "\n":
@@ -124,13 +124,13 @@ def debug_in_a_terminal(
     """Run Python in a terminal, and give a debugger a command at each of its prompts.
 
     Args:
-        script: The program, or words of Python's command line.
-        commands: What somebody writes.
-        thinks_s: How long somebody thinks before each of them.
-        cwd: Where it runs.
+        script: The program, or arguments of Python.
+        commands: Input of the user.
+        thinks_s: Seconds before each command.
+        cwd: Working directory.
 
     Returns:
-        What the terminal showed at each prompt, all that was written, and the exit code.
+        Text at each prompt, the whole output, and the exit code.
     """
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -145,7 +145,7 @@ def debug_in_a_terminal(
         while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 65536)):
             written += part.decode()
             if commands and without_escapes(written).endswith("(Pdb) "):
-                if select.select([ours], [], [], thinks_s)[0]:  # something is written over the prompt
+                if select.select([ours], [], [], thinks_s)[0]:  # text is written over the prompt
                     continue
                 shown.append(screen_of(written))
                 os.write(ours, (commands.pop(0) + "\n").encode())
@@ -181,7 +181,7 @@ def test_debugger_gets_terminal_without_the_bar(tmp_path: Path) -> None:
     assert sum(line.startswith("step 12/12") for line in end) == 1
     assert "as it was: pdb TextIOWrapper" in end
     assert written.rfind(SHOW) > written.rfind(HIDE)
-    assert "step 5/12" in without_escapes(written)  # it was back between the two
+    assert "step 5/12" in without_escapes(written)  # the bar was back between the two
 
 
 DEBUGGED = """
@@ -205,7 +205,7 @@ def test_debugger_pause_writes_nothing_and_ends_no_run(tmp_path: Path, ranks: in
     (tmp_path / "debugged.py").write_text(DEBUGGED)
     (tmp_path / "line.yaml").write_text(CONFIG)
     kind = "lumen.SingleDevice" if ranks == 1 else "lumen.DDP"
-    patience_s = 1 if ranks == 1 else 30  # the other ranks have no more than that
+    patience_s = 1 if ranks == 1 else 30  # the other ranks have no other arguments
     limits = [f"--trainer.strategy.{name}" for name in (f"timeout_s={patience_s}", "startup_timeout_s=30")]
     words = ["fit", "--config", "line.yaml", f"--trainer.devices={ranks}", f"--trainer.strategy={kind}", *limits]
     shown, written, code = debug_in_a_terminal(["-m", "lumen", *words], ["p 6 * 7", "c"], thinks_s=2.5, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Under Ray Train a run whose worker is killed goes on, reports to Ray, and computes what the undisturbed one does."""
+"""Ray Train: a run with a killed worker resumes, reports to Ray, and computes the uninterrupted results."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def run(directory, command, *, kill):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The losses of two processes without Ray, by the command and by a script."""
+    """Return the losses of two processes without Ray, by the command and by a script."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "run.yaml").write_text(CONFIG)
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port()), "-m", "lumen"]
@@ -95,7 +95,7 @@ def test_submitted_ray_job_survives_killed_worker(undisturbed, tmp_path):
 
 
 def test_user_ray_trainer_survives_killed_worker_and_reports(undisturbed, tmp_path):
-    """It reports metrics and checkpoints to Ray."""
+    """The user's trainer reports metrics and checkpoints to Ray."""
     (tmp_path / "own.py").write_text(OWN)
     assert run(tmp_path, ["own.py", str(tmp_path)], kill=True) == undisturbed
     result = json.loads((tmp_path / "result.json").read_text())

@@ -44,7 +44,7 @@ from tests.helpers.tasks import Regression, Saving, loader, quiet_trainer
 
 @pytest.fixture(scope="module")
 def server():
-    """What a process needs in its environment to use the store."""
+    """Return the environment of a process that uses the store."""
     with object_server() as url:
         yield environment_of(url)
         forget_clients()
@@ -53,7 +53,7 @@ def server():
 
 @pytest.fixture
 def bucket(server, monkeypatch, buckets=count()):  # noqa: B008 (one counter for all tests)
-    """A new bucket, as this process sees it."""
+    """Create a bucket and return its URL for this process."""
     for name, value in server.items():
         monkeypatch.setenv(name, value)
     name = f"bucket-{next(buckets)}"
@@ -63,7 +63,7 @@ def bucket(server, monkeypatch, buckets=count()):  # noqa: B008 (one counter for
 
 @pytest.fixture
 def memory():
-    """A place in the memory of this process."""
+    """Return a location in the memory of this process."""
     yield as_path_or_url("memory://bucket")
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -71,18 +71,18 @@ def memory():
 
 @pytest.fixture(params=["memory", "bucket"])
 def place(request):
-    """Each kind of store."""
+    """Return each kind of store."""
     return request.getfixturevalue(request.param)
 
 
 @cache
 def store():
-    """A client of its own, which shares no cache with Lumen's."""
+    """Return a client that shares no cache with Lumen's client."""
     return fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
 
 
 def forget_clients():
-    """The next client looks at the environment again."""
+    """Forget the clients, so that the next one reads the environment again."""
     fsspec.filesystem("s3").clear_instance_cache()
 
 
@@ -117,11 +117,11 @@ def names(place):
     return get_storage(place).list_names(place)
 
 
-# ---------------------------------------------------------------------- places
+# ---------------------------------------------------------------------- locations
 
 
 def files_of(checkpoint):
-    """The objects of a checkpoint, by their names without what sets them apart from those of another save."""
+    """Return the objects of a checkpoint by name, without the suffix of their save."""
     found = get_storage(checkpoint).list_files(checkpoint)
     return {re.sub(r"-[0-9a-f]{8}\b", "", name): checkpoint / name for name in found}
 
@@ -210,7 +210,7 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
     assert path_exists(path / "state.json")
     assert find_checkpoints(place) == []
     assert open_newest_valid(place, pytest.fail) is None
-    assert_small(small(path, value=2.0), value=2.0)  # what is left is in nobody's way
+    assert_small(small(path, value=2.0), value=2.0)  # the remaining objects disturb nothing
 
 
 @pytest.mark.parametrize("how", ["removed", "being removed"])
@@ -225,7 +225,7 @@ def test_checkpoint_removed_before_verification_restarts_the_search(place, how):
         small(place / "step-4", value=4.0)
         if how == "removed":
             remove_checkpoint(place / "step-2")
-        else:  # the manifest goes first
+        else:  # the manifest is removed first
             drop(place / "step-2/manifest.json")
 
     assert open_newest_valid(place, report).path == place / "step-4"
@@ -250,7 +250,7 @@ def test_checkpoint_removed_during_verification_is_no_damage(place, how, monkeyp
             drop(last)
         return digest(path, size)
 
-    with monkeypatch.context() as patch:  # the place needs its environment
+    with monkeypatch.context() as patch:  # the location needs its environment
         patch.setattr(manifest, "compute_sha256", removing)
         assert open_newest_valid(place, pytest.fail).path == place / "step-1"
 
@@ -275,7 +275,7 @@ def test_only_leftovers_are_cleaned(place):
     ):
         put(place / name)
     for name in ("notes.txt", "probe.tmp-0123abcd", "step-8", "step-5/model.safetensors", "step-6/model/x.safetensors"):
-        put(place / name)  # of others
+        put(place / name)  # objects of another program
     put(place / "exception-step-00000009/state.json")
     put(place / "step-100/state.json")
     clean_leftovers(place)
@@ -354,7 +354,7 @@ def test_a_large_object_is_read_where_one_wants(bucket):
 
 @pytest.fixture
 def requests(memory, monkeypatch):
-    """How often each file in memory was asked for, and in what way."""
+    """Record how often each file in memory was requested, and by which method."""
     counted = Counter()
 
     def counting(method):
@@ -372,7 +372,7 @@ def requests(memory, monkeypatch):
 
 
 def mixed(path):
-    """A checkpoint of one file of 10 MiB: many small tensors of several dtypes, and a few large ones."""
+    """Write a checkpoint of one file of 10 MiB: many small tensors of several dtypes, and a few large ones."""
     tensors = {}
     for k in range(100):
         tensors[f"{k}.weight"] = torch.randn(100 if k % 25 else 500_000 + k)
@@ -454,7 +454,7 @@ print(written - start, peak() - start)
 
 @pytest.mark.slow
 def test_a_checkpoint_is_streamed_both_ways(bucket):
-    written, both = numbers_of("-c", MEMORY, bucket)  # MiB; the tensors have 200, a part of an upload 16
+    written, both = numbers_of("-c", MEMORY, bucket)  # MiB; the tensors have 200, a part of an upload has 16
     print(written, both)
     assert written < 100
     assert both < 100
@@ -485,7 +485,7 @@ processes.set_forkserver_preload(["lumen.checkpoint.save.writer", "s3fs"])
 
 def save_until(place, last, environment):
     """Save a second checkpoint, and die by kill -9 in the middle of its `last`-th object."""
-    os.environ.update(environment)  # the server of processes may be older than that of objects
+    os.environ.update(environment)  # the servers' store may be older than the objects' store
     uploads, upload = count(1), ObjectStore.create
 
     @contextmanager
@@ -534,7 +534,7 @@ def fit(tmp_path, place, steps, *, task=None, workers=0, saver=None, **options):
 
 
 def state_of(trainer):
-    """Every bit that a run has learned."""
+    """Return the learned state of a run, bitwise."""
     task, (optimizer,) = trainer.run.task, trainer.optimizers
     parts = [*task.state_dict().values(), *(v for s in optimizer.state_dict()["state"].values() for v in s.values())]
     return [torch.as_tensor(getattr(part, "full_tensor", lambda part=part: part)()).tolist() for part in parts]
@@ -606,7 +606,7 @@ def test_checkpoints_of_another_run_are_refused_and_kept(tmp_path, memory):
 
 
 class Unwilling(Regression):
-    """A task that must not begin."""
+    """Task that must not begin."""
 
     def prepare_data(self):
         pytest.fail("the place should have been looked at before")
@@ -680,7 +680,7 @@ def test_exception_and_user_checkpoints_are_saved_remotely(tmp_path, memory):
 
 
 class Removing(lumen.Callback):
-    """Removes the bucket at a step, as somebody else might."""
+    """Callback that removes the bucket at a step, like another user."""
 
     def on_step_end(self, trainer, task):
         if trainer.global_step == 3:
@@ -754,7 +754,7 @@ def test_a_kill_before_pruning_leaves_nothing_there(tmp_path, bucket):
 
 
 def on_ranks(tmp_path, place, server, strategy, asynchronous):
-    """Train, go on with new processes' eyes, and train at one go; on every rank."""
+    """Train, resume with new clients, and train without interruption; on every rank."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.items():
             patch.setenv(name, value)

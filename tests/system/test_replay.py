@@ -1,4 +1,4 @@
-"""A step that several processes have made is made again by one."""
+"""`lumen replay` of a run on several processes: one process repeats a step."""
 
 import subprocess
 import sys
@@ -26,6 +26,6 @@ def test_one_process_replays_micro_batches_of_two(tmp_path, capsys):
     main(["replay", "runs/line", "--step=2"])
     out = capsys.readouterr().out
     assert "2 processes have trained it, here it is one" in out
-    assert out.count("its part of the loss") == 3  # of the epoch's 7
+    assert out.count("its part of the loss") == 3  # of the 7 in the epoch
     assert "more than rounding" not in out
     assert "the step is bitwise identical to the record: loss" in out or ": rounding)" in out

@@ -1,4 +1,4 @@
-"""A report in a real browser: nothing fails in it, nothing is fetched, and what it offers does what it says."""
+"""Report in a real browser: no errors, no requests, and working controls."""
 
 import io
 import shutil
@@ -29,7 +29,7 @@ def chromium():
 
 @pytest.fixture
 def opened(chromium, report, tmp_path):
-    """Opens a report of runs; at the end of the test nothing has failed in it and nothing was asked of the network."""
+    """Open a report of runs; at the end, check that no error occurred and no network request was made."""
     wrong, contexts = [], []
 
     def open_report(*runs, **settings):
@@ -53,14 +53,14 @@ def opened(chromium, report, tmp_path):
 
 
 def curves(steps=400, **others):
-    """Metrics with a decay, and a peak at step 200."""
+    """Write metrics with a decay, and a peak at step 200."""
     rows = [f"{step},{step // 100},{2.0 / step if step != 200 else 9.0},{0.5 if step % 100 == 0 else ''}"
             for step in range(1, steps + 1)]  # fmt: skip
     return {"metrics_csv": "\n".join(["step,epoch,loss,val_loss", *rows, ""]), **others}
 
 
 def until(page, holds):
-    """Wait until a condition holds; the page lets nobody evaluate what he likes within it, playwright's waits too."""
+    """Wait until a condition holds; the page's policy forbids evaluated code, which playwright's waits use too."""
     for _ in range(1000):
         if page.evaluate(holds):
             return
@@ -69,12 +69,12 @@ def until(page, holds):
 
 
 def whole(page):
-    """The range of all steps, as the page shows it at first."""
+    """Return the range of all steps, which the page shows first."""
     return page.evaluate(f"[{MODEL}('steps').start, {MODEL}('steps').end]")
 
 
 def place(page, part):
-    """A point in the first chart, at a part of its width."""
+    """Return a point in the first chart, at a fraction of its width."""
     box = page.locator(f"{LOSS} > div > *").first.bounding_box()
     return box["x"] + 50 + part * (box["width"] - 80), box["y"] + box["height"] / 2
 
@@ -94,11 +94,11 @@ def test_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, schem
     page.wait_for_timeout(300)
     pixels = np.asarray(Image.open(io.BytesIO(page.locator(LOSS).screenshot())).convert("RGB")).astype(int)
     colour = {"light": (0x00, 0x62, 0xA8), "dark": (0x6C, 0xB2, 0xF0)}[scheme]
-    assert (np.abs(pixels[120:] - colour).max(axis=2) < 40).sum() > 100  # below the legend: a curve
+    assert (np.abs(pixels[120:] - colour).max(axis=2) < 40).sum() > 100  # a curve below the legend
 
 
 def test_cursor_shows_values_of_all_charts(opened, tmp_path):
-    """By mouse and by keyboard."""
+    """The test moves the cursor by mouse and by keyboard."""
     page = opened(
         recorded(tmp_path / "a", **curves(system_csv="step,speed\n" + "".join(f"{s},{s}\n" for s in range(1, 401))))
     )
@@ -131,7 +131,7 @@ def test_dragging_zooms_all_charts_and_button_resets(opened, tmp_path):
     until(page, "!document.getElementById('reset').disabled")
     begin, end = whole(page)
     assert all_steps[0] < begin < end < 200 < all_steps[1]
-    until(page, f"{MODEL}('chart-m0').y_range.end < 1")  # the peak is out of sight
+    until(page, f"{MODEL}('chart-m0').y_range.end < 1")  # the peak is not visible
     page.locator("#reset").click()
     assert whole(page) == all_steps
     until(page, f"{MODEL}('chart-m0').y_range.end > 9")
@@ -183,7 +183,7 @@ def test_runs_and_marks_are_hidden_and_shown(opened, tmp_path):
     page.locator("[data-shows='0']").uncheck()
     assert (visible("line-m0-0-0"), visible("line-m0-1-0")) == (False, True)
     assert page.locator(f"{LOSS} li:visible").count() == 2
-    assert page.evaluate(f"{MODEL}('chart-m0').y_range.end") < 1  # fits to those that are left
+    assert page.evaluate(f"{MODEL}('chart-m0').y_range.end") < 1  # scaled to the remaining curves
     page.locator("[data-shows='1']").uncheck()
     assert not visible("mark-epochs-1")
 
@@ -197,7 +197,7 @@ def test_hostile_text_is_shown_and_not_executed(opened, tmp_path):
     assert page.evaluate("window.pwned") is None
     assert page.locator("h3").first.text_content() == attack
     assert not opened.wrong
-    page.evaluate(  # what may yet slip through is not run
+    page.evaluate(  # code that passes the escaping is still not executed
         "const script = document.createElement('script'); script.textContent = 'window.pwned = 2';"
         " document.body.append(script)"
     )

@@ -1,4 +1,4 @@
-"""A job that Lumen's launcher starts again after a failure: what it says, and what it computes."""
+"""Restarts by Lumen's launcher after a failure: its messages, and the results."""
 
 import os
 import re
@@ -123,7 +123,7 @@ def test_job_is_not_restarted_in_vain_or_unasked(mode, allowed, code, restarts, 
 
 @pytest.mark.slow
 def test_torchrun_restart_count_overrides_max_restarts():
-    """One line of output says so."""
+    """One line of output reports the restart count."""
     code, output = run("-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "2", "job.py", "fine",
                        "0", "7")  # fmt: skip
     assert code == 0, output

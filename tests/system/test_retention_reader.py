@@ -1,4 +1,4 @@
-"""Checkpoints that one process reads while the run that made them removes them: whole, or one clear error."""
+"""Checkpoints that one process reads while the run removes them: complete, or one clear error."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class Uniform(Regression):
-    """Every number of a checkpoint is that of its step, so that parts of two of them would be seen."""
+    """Task whose checkpoint holds the step in every number, which would reveal a mixture of two checkpoints."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ def fill(trainer, task):
 
 
 def train(folder, asynchronous):
-    """Until it is killed."""
+    """Train until the process is killed."""
     saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=2, asynchronous=asynchronous)
     callbacks = [lumen.LambdaCallback(on_step_end=fill), saver]
     quiet_trainer(folder, max_epochs=1_000_000, callbacks=callbacks, logger=False).fit(Uniform(), loader())
@@ -49,14 +49,14 @@ def train(folder, asynchronous):
 
 @contextmanager
 def running(folder, asynchronous=False):
-    """A run in a process of its own; gives where its checkpoints are."""
+    """Start a run in a separate process; yield the folder of its checkpoints."""
     code = f"from tests.system.test_retention_reader import *\ntrain(Path({str(folder)!r}), {asynchronous})"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         checkpoints = folder / "runs/run/checkpoints"
         try:
             wait_until(lambda: checkpoints.is_dir() and find_checkpoints(checkpoints))
             yield checkpoints
-            assert process.poll() is None  # nobody who reads disturbs it
+            assert process.poll() is None  # no reader disturbs the run
         finally:
             process.kill()
 
@@ -69,14 +69,14 @@ def wait_until(condition):
 
 
 def found_in(checkpoints):
-    """Oldest first; between two looks all of them may have gone."""
+    """Return the checkpoints, oldest first; all of them may be gone at the next look."""
     while not (found := find_checkpoints(checkpoints)):
         pass
     return found
 
 
 def read(path, after_opening):
-    """All of a checkpoint; the error, where it is one."""
+    """Read a checkpoint completely; return the error if there is one."""
     try:
         checkpoint = Checkpoint.open(path)
         after_opening(path)
@@ -85,7 +85,7 @@ def read(path, after_opening):
     except CheckpointDamaged as error:
         return error
     assert all((tensor == checkpoint.info["step"] / 1024).all() for tensor in model.values())
-    assert len(moments) == 3 * (len(model) - 1)  # all but the buffer
+    assert len(moments) == 3 * (len(model) - 1)  # all except the buffer
     return None
 
 
@@ -93,7 +93,7 @@ def read(path, after_opening):
 def test_checkpoint_removed_while_reading_is_complete_or_named(tmp_path, asynchronous):
     with running(tmp_path, asynchronous) as checkpoints:
         wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
-        for which, after_opening in ((-1, wait_until_removed), (0, lambda path: None)):  # once it is open; anywhere
+        for which, after_opening in ((-1, wait_until_removed), (0, lambda path: None)):  # while open; at any place
             errors = []
             deadline_s = time.monotonic() + 60
             while len(errors) < 3:
@@ -111,7 +111,7 @@ def wait_until_removed(path):
 
 
 def test_newest_checkpoint_of_running_run_is_found(tmp_path, monkeypatch):
-    """Although the one that was newest is removed meanwhile."""
+    """The newest checkpoint may be removed meanwhile."""
     digest, looked_at = manifest.compute_sha256, set()
 
     def waiting(path, size):

@@ -1,4 +1,4 @@
-"""A run whose display goes away or which SIGQUIT ends, and runs that are killed at their end."""
+"""Ends of a run: a closed display, SIGQUIT, and kills near the end."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def nursery():
 
 
 def live(start, directory, **options):
-    """Run once, until it ends or kills itself. Returns how it has ended, or None, with what its checkpoints hold."""
+    """Run once, until it ends or kills itself. Return its end, or None, and the contents of its checkpoints."""
     directory.mkdir(exist_ok=True)
     code, _, output = start(directory, MODULE, options).wait()
     if code:
@@ -85,7 +85,7 @@ def live(start, directory, **options):
 
 
 def check_lives(start, folder, *histories, **options):
-    """Compare runs that are struck, each as its history says, and started again twice, with one that is not."""
+    """Compare runs that are killed by their history and started twice more with an uninterrupted run."""
     whole = live(start, folder / "whole", **options)
     for history in histories:
         for strike in history:

@@ -1,4 +1,4 @@
-"""A run directory has one live job at most, whatever happens to that job."""
+"""Run directory: one live job at most, after any end of an earlier job."""
 
 import errno
 import fcntl
@@ -27,7 +27,7 @@ processes.set_forkserver_preload(["lumen.trainer.run_directory"])
 
 
 class Job:
-    """A real process that runs `target(connection, *args)`; killed at the end of its `with` block."""
+    """Real process that runs `target(connection, *args)`; killed at the end of its `with` block."""
 
     def __init__(self, target, *args):
         self.connection, other = processes.Pipe()
@@ -119,12 +119,12 @@ def test_the_same_process_cannot_hold_a_directory_twice(tmp_path):
             with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on"):
                 RunDirectory.claim(root, "gpt", reuse=True)
             assert RunDirectory.read_live_holder(root / "gpt")["pid"] == os.getpid()
-        with Job(look, run.path) as job:  # neither the refused claims nor the looks dropped the lock
+        with Job(look, run.path) as job:  # refused claims and reads did not release the lock
             assert job.hear()["pid"] == os.getpid()
     run.release()
     assert RunDirectory.read_live_holder(run.path) is None
     with RunDirectory.claim(tmp_path, "gpt", reuse=True) as again:
-        run.release()  # of the first holder: the second one keeps its lock
+        run.release()  # from the first holder: the second one keeps its lock
         with Job(hold, tmp_path, "gpt", True) as job:
             assert f"process {os.getpid()}" in str(job.hear())
         assert RunDirectory.read_live_holder(again.path)
@@ -215,7 +215,7 @@ def test_claim_removes_only_leftovers_of_killed_saves(tmp_path):
     (folder / "step-3.damaged-1").mkdir()
     with Job(hold, tmp_path, "gpt", True) as job:
         job.hear()
-        (folder / "step-4.tmp-456789ab").mkdir()  # the living job's save
+        (folder / "step-4.tmp-456789ab").mkdir()  # the save of the live job
         with pytest.raises(RunDirectoryError):
             RunDirectory.claim(tmp_path, "gpt", reuse=True)
         assert sorted(os.listdir(folder)) == ["step-1", "step-3.damaged-1", "step-4.tmp-456789ab"]
@@ -243,7 +243,7 @@ def test_file_in_the_way_is_named(tmp_path):
         assert run.path == tmp_path / "file-2"
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "checkpoints").touch()
-    for _ in range(2):  # the failed claim holds nothing
+    for _ in range(2):  # the failed claim holds no lock
         with pytest.raises(RunDirectoryError, match="gpt/checkpoints: File exists"):
             RunDirectory.claim(tmp_path, "gpt", reuse=True)
         assert RunDirectory.read_live_holder(tmp_path / "gpt") is None
@@ -280,7 +280,7 @@ def test_unwritable_directory_raises_and_stays_free(tmp_path, monkeypatch, opera
 
 
 def open_paths():
-    """Paths of the open files of this process; garbage of other tests may close some while they are listed."""
+    """Return paths of the open files of this process; garbage of other tests may close some of them meanwhile."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -312,7 +312,7 @@ def test_file_system_without_locks_warns_and_works(tmp_path, monkeypatch, code):
         RunDirectory.claim(tmp_path, "gpt", reuse=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning):  # an error on purpose leaves the directory free
+        with pytest.raises(UserWarning):  # an intended error releases the directory
             RunDirectory.claim(tmp_path, "gpt", reuse=True)
     monkeypatch.undo()
     RunDirectory.claim(tmp_path, "gpt", reuse=True).release()

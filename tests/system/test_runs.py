@@ -1,4 +1,4 @@
-"""`lumen runs` beside runs that are alive, killed or failed, in a terminal of its own."""
+"""`lumen runs` with runs that are alive, killed or failed, in a separate terminal."""
 
 import json
 import os
@@ -66,13 +66,13 @@ def test_killed_runs_are_failed_at_every_log_level(listed):
     ended = subprocess.run([*LUMEN, *words, "--trainer.name=killed", "--trainer.resume=auto"], env=ENVIRONMENT)
     assert ended.returncode == -9
     run = listed()["killed"]
-    assert (run["status"], run["error"]) == ("failed", None)  # of that before it nothing is said any more
+    assert (run["status"], run["error"]) == ("failed", None)  # the attempt before is no longer reported
 
 
 def test_failed_run_logs_traceback_and_list_shows_error(shown, capsys):
     with pytest.raises(KeyError, match="nothing"):
         fit("--model=tests.helpers.cli_tasks.Broken", "--trainer.log_level=ERROR")
-    assert "Traceback" not in capsys.readouterr().err  # whoever gets the error shows it
+    assert "Traceback" not in capsys.readouterr().err  # the program that gets the error shows it
     log = Path("runs/line/run.log").read_text()
     assert log.count("Traceback (most recent call last):") == 1
     assert log.count(" ERROR failed: KeyError: 'nothing' (step 0)\n") == 1
@@ -101,7 +101,7 @@ def test_resuming_changes_the_status(listed):
         finally:
             process.kill()
     assert listed()["line"]["status"] == "failed"
-    fit("--trainer.max_steps=4", "--trainer.max_epochs=null", "--trainer.resume=auto")  # nothing to do
+    fit("--trainer.max_steps=4", "--trainer.max_epochs=null", "--trainer.resume=auto")  # no steps to train
     assert listed()["line"]["status"] == "finished"
 
 
@@ -162,7 +162,7 @@ def test_unreadable_runs_are_named_and_others_shown(tmp_path):
 
 
 def terminal(columns, *words):
-    """What a terminal of some width shows."""
+    """Return the text of a terminal of given width."""
     import fcntl
     import struct
     import termios

@@ -1,4 +1,4 @@
-"""The documentation as a site: it is built without a warning, and read without a network."""
+"""Documentation as a site: built without a warning, and readable without a network."""
 
 import os
 import re

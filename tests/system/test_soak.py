@@ -1,4 +1,4 @@
-"""Two runs of some minutes, and the same ones disturbed all the time: nothing grows, nothing differs."""
+"""Two runs of some minutes, and the same ones with constant faults: no growth, and equal results."""
 
 import os
 import random
@@ -84,12 +84,12 @@ def start(kind, steps, minutes=0.0):
 
 
 def held(process):
-    """What a process holds now: memory in MB, threads, open files."""
+    """Return the current use of a process: memory in MB, threads, open files."""
     return process.memory_info().rss / 2**20, process.num_threads(), process.num_fds()
 
 
 def ranks_of(job):
-    """The processes that train: children of the launcher that know their rank."""
+    """Return the training processes: children of the launcher that know their rank."""
     found = []
     for each in psutil.Process(job.pid).children():
         with suppress(psutil.NoSuchProcess):
@@ -130,7 +130,7 @@ def test_disturbed_soaks_grow_nothing_and_differ_nowhere(program_directory, kind
 
 
 def undisturbed(kind, minutes):
-    """Train for some minutes, in which what the processes hold does not grow. Returns by how many MB it did."""
+    """Train for some minutes, in which the processes must not grow. Return the growth in MB."""
     job, seen = start(kind, 0, minutes), {}
     while job.poll() is None:
         for process in [psutil.Process(job.pid), *ranks_of(job)]:
@@ -150,7 +150,7 @@ def undisturbed(kind, minutes):
 
 
 def disturbed(kind, steps):
-    """Train the same steps; 40 times ranks are killed, asked to stop, or stand still. Returns what was done."""
+    """Train the same steps; 40 times, kill, stop or suspend ranks. Return the faults."""
     draw, done, next_step = random.Random(SEED), Counter(), steps // 40
     job = start(kind, steps)
     while job.poll() is None:
@@ -175,7 +175,7 @@ def disturbed(kind, steps):
             done[how] += 1
     assert end_of(job, 60) == 0, Path("output").read_text()[-3000:]
     restarts = len(re.findall(r"restart \d+ of", Path("output").read_text()))
-    assert restarts >= done["kill -9 of a rank"] // 2  # one that has trained to its end is not started again
+    assert restarts >= done["kill -9 of a rank"] // 2  # a finished run is not started again
     return done
 
 

@@ -1,4 +1,4 @@
-"""A job that is asked to stop by a signal, whichever, wherever it is and whoever gets it: it saves, leaves, goes on."""
+"""Jobs with a stop signal, at any phase and receiver: the job saves, exits, and resumes."""
 
 import os
 import signal
@@ -88,7 +88,7 @@ def finish(job):
 
 
 def reached():
-    """The rows of the record, and the parameters at the end, which are those of an undisturbed run or not."""
+    """Return the rows of the record and the final parameters, equal to an uninterrupted run or not."""
     end = Checkpoint.open(find_checkpoints(Path("runs/run/checkpoints"))[-1])
     parameters = {name: end.read_tensor("model", name).tolist() for name in end.list_tensor_names("model")}
     return end.info["step"], Path("runs/run/metrics.csv").read_text(), parameters
@@ -96,7 +96,7 @@ def reached():
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What a number of processes reaches that nobody stops."""
+    """Return the result of a number of processes without a stop."""
     known = {}
 
     def of(devices):
@@ -112,14 +112,14 @@ def undisturbed(tmp_path_factory):
 
 
 def ask(job, number, receiver, ranks):
-    """Send a signal when every rank is where it was told to wait."""
+    """Send a signal when every rank is at the place where it waits."""
     until = time.monotonic() + 60
     while not all(Path(f"at-{rank}").exists() for rank in range(ranks)):
         assert job.poll() is None, job.communicate()
         assert time.monotonic() < until
         time.sleep(0.02)
     workers = [int(Path(f"at-{rank}").read_text()) for rank in range(ranks)]
-    if receiver == "every process":  # as systemd, and SLURM at the end of a job
+    if receiver == "every process":  # like systemd, and SLURM at the end of a job
         for pid in others():
             os.kill(pid, number)
     elif receiver == "process group":
@@ -132,7 +132,7 @@ def ask(job, number, receiver, ranks):
 
 
 def stopped(undisturbed, number, receiver, phase, devices, launcher=(), code=None):
-    """Stop a job and let it go on; it reaches what it would have reached."""
+    """Stop a job and resume it; compare the result with an uninterrupted run."""
     hears = receiver[-1] if receiver.startswith("rank") else "01"
     job = start(devices, launcher, PHASE=phase, HEARS=hears)
     ask(job, number, receiver, devices)
@@ -141,7 +141,7 @@ def stopped(undisturbed, number, receiver, phase, devices, launcher=(), code=Non
     assert found == expected or (expected == 130 and found == -signal.SIGINT), output
     log = Path("runs/run/run.log").read_text()
     assert log.count("stopped at step ") == 1, log
-    if phase == "set-up":  # nothing was trained
+    if phase == "set-up":  # no step was trained
         assert "stopped at step 0 by " in log
     else:
         newest = find_checkpoints(Path("runs/run/checkpoints"))[-1]
@@ -260,13 +260,13 @@ getattr(trainer, STAGE)(Task(), loader(40, 4))
 
 
 def hung(stage, *numbers):
-    """Send signals to the launcher of a job of which no rank runs Python any more; the exit code and the output."""
+    """Send signals to the launcher of a job of which no rank runs Python; return the exit code and the output."""
     Path("hung.py").write_text(HUNG)
     words = [sys.executable, "hung.py", stage]
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     ask(job, numbers[0], "launcher", 2)
     for number in numbers[1:]:
-        time.sleep(1)  # of signals that wait together Python handles the lowest number first
+        time.sleep(1)  # of pending signals, Python handles the lowest number first
         os.kill(job.pid, number)
     return finish(job)
 
@@ -307,7 +307,7 @@ TABLE += [
 @pytest.mark.parametrize(("number", "receiver", "phase", "devices"), TABLE)
 def test_each_signal_in_each_phase(undisturbed, number, receiver, phase, devices):
     if (number, receiver) == (signal.SIGINT, "every process"):
-        receiver = "launcher"  # Ctrl-C reaches the launcher alone; to all it would be pressed twice
+        receiver = "launcher"  # Ctrl-C reaches only the launcher; sent to all, it would count twice
     stopped(undisturbed, number, receiver, phase, devices)
 
 
@@ -324,4 +324,4 @@ def test_each_signal_in_each_phase(undisturbed, number, receiver, phase, devices
     ],
 )
 def test_each_phase_under_torchrun(undisturbed, number, receiver, phase):
-    stopped(undisturbed, number, receiver, phase, 2, TORCHRUN, code=1)  # whatever its workers say
+    stopped(undisturbed, number, receiver, phase, 2, TORCHRUN, code=1)  # with any output of its workers

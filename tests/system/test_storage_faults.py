@@ -1,4 +1,4 @@
-"""Faults, kills and full disks in the middle of a save leave all of it or nothing."""
+"""Storage faults: kills and full disks in the middle of a save leave a complete checkpoint or none."""
 
 import errno
 import io
@@ -45,7 +45,7 @@ def test_directory_removed_during_save_raises_without_checkpoint(tmp_path, patte
 
 
 class Faults:
-    """Makes the k-th operation of a save on the disk fail, alone or with all that follow."""
+    """Faults that make the k-th operation of a save on the disk fail, alone or with all later ones."""
 
     def __init__(self, patch, k, forever):
         self.done = 0
@@ -198,7 +198,7 @@ def test_killed_saves_never_leave_partial_checkpoints(tmp_path):
         leftovers += len(list(tmp_path.glob("*.tmp-*")))
         clean_leftovers(tmp_path)
         names = [path.name for path in find_checkpoints(tmp_path)]
-        assert sorted(names) == sorted(os.listdir(tmp_path))  # nothing uncommitted under a checkpoint's name
+        assert sorted(names) == sorted(os.listdir(tmp_path))  # nothing uncommitted has a checkpoint's name
     for path in find_checkpoints(tmp_path):
         assert_small(path, value=float(path.name[5:]))
     assert len(names) >= 15
@@ -224,6 +224,6 @@ print(written - start, peak() - start)
 
 
 def test_saving_and_loading_need_memory_of_one_tensor(tmp_path):
-    written, read = numbers_of("-c", MEMORY, tmp_path)  # in MiB; the tensors have 8 each, 192 together
+    written, read = numbers_of("-c", MEMORY, tmp_path)  # in MiB; each tensor has 8, together 192
     assert written < 14
     assert read < 14

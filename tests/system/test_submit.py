@@ -1,4 +1,4 @@
-"""`lumen submit` checks a command, writes one file in the words of an engine, and gives it to that."""
+"""`lumen submit`: it checks a command, writes one file in an engine's format, and passes the file to the engine."""
 
 import ast
 import os
@@ -18,7 +18,7 @@ from tests.helpers.engine_tasks import CONFIG
 
 FIT = ["--", "fit", "--config", "run.yaml"]
 PAGE = (ROOT / "docs/guides/clusters.md").read_text()
-# What the documentation of each has: a name that is no field of it would be refused, or worse, not be read.
+# Fields in the documentation of each engine: an unknown name would be refused, or worse, ignored.
 K8S = {
     "": {"apiVersion", "kind", "metadata", "spec"},
     ".spec": {"runPolicy", "elasticPolicy", "pytorchReplicaSpecs"},
@@ -178,7 +178,7 @@ def test_a_job_with_a_secret_is_private(monkeypatch):
 
 
 def in_bash(script, program, folder):
-    """The words that a script of bash gives a program."""
+    """Return the arguments that a bash script passes to a program."""
     (folder / program).write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     (folder / program).chmod(0o755)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "1.2.3.4", "SKYPILOT_NUM_NODES": "1"}
@@ -187,12 +187,12 @@ def in_bash(script, program, folder):
 
 
 def expanded(text):
-    """A word of a container's command as Kubernetes has it: `$(NAME)` is a variable, and `$$` a `$`."""
+    """Return an argument of a container's command as Kubernetes expands it: `$(NAME)` is a variable, and `$$` a `$`."""
     return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "VARIABLE", text)
 
 
 def job_in(text):
-    """The PyTorchJob of a file for Kubernetes, which follows its NetworkPolicy."""
+    """Return the PyTorchJob of a file for Kubernetes, which follows its NetworkPolicy."""
     _, job = yaml.safe_load_all(text)
     return job
 

@@ -1,4 +1,4 @@
-"""The example GRU: that padding is never read, and that it learns where names are from."""
+"""Example GRU: it never reads padding, and it learns the origin of names."""
 
 import json
 

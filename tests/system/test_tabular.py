@@ -1,4 +1,4 @@
-"""The example networks for tables: that the scale travels with the model, and that they learn."""
+"""Example networks for tables: the scale is part of the model, and they learn."""
 
 import json
 
@@ -16,7 +16,7 @@ from tests.helpers.cli import run_model
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Where both configs have been trained, and what their test said of the best checkpoint."""
+    """Train both configs; return the directory and the tests of the best checkpoints."""
     root, found = tmp_path_factory.mktemp("runs"), {}
     for name in ("breast_cancer", "diabetes"):
         run_model("fit", name, root)
@@ -69,7 +69,7 @@ def test_metrics_of_test_cover_all_rows(trained):
 
 
 def best(model, name, root):
-    """The model with the best checkpoint's parameters and buffers; it never meets its training data."""
+    """Return the model with the best checkpoint's parameters and buffers, without its training data."""
     trainer = lumen.Trainer(default_root_dir=root, name=name, enable_progress_bar=False, log_level="ERROR")
     trainer.predict(model, DataLoader(TensorDataset(*held_out(name))), ckpt_path="best")
     return model.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The examples of tests/README.md are tests that pass."""
+"""Examples of tests/README.md: tests that pass."""
 
 import subprocess
 import sys

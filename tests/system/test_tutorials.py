@@ -1,4 +1,4 @@
-"""The programs and commands of the tutorials do what the tutorials say."""
+"""Programs and commands of the tutorials: each does what its tutorial says."""
 
 import csv
 import re
@@ -68,7 +68,7 @@ def test_language_model_is_tuned_and_exported():
     assert Path("adapter/adapter_model.safetensors").exists()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks so
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # a deprecated call
 def test_packing_of_the_tutorial_keeps_losses():
     base, module, *_ = snippets("docs/tutorials/language-model.md")
     found = {"__name__": "sums"}

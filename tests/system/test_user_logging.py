@@ -1,4 +1,4 @@
-"""What a user's program shows of its own and of Lumen's messages."""
+"""Messages of a user's program and of Lumen, as the program shows them."""
 
 import pytest
 

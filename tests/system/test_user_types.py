@@ -1,4 +1,4 @@
-"""What users annotate with public names passes a strict type checker."""
+"""Types of users: annotations with public names pass a strict type checker."""
 
 import pytest
 
@@ -8,5 +8,5 @@ from tests.helpers.programs import run_python
 @pytest.mark.slow
 @pytest.mark.time_limit(900)
 def test_users_types_pass_strict_checks():
-    """Hooks take `trainer: lumen.Trainer`, though Lumen's own classes do not import it, and keep their types."""
+    """Hooks take `trainer: lumen.Trainer`, which Lumen's classes do not import, and keep their types."""
     assert run_python("-m", "mypy", "--strict", "tests/projects/typed/project.py")[0].startswith("Success")

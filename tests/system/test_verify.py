@@ -1,4 +1,4 @@
-"""`lumen verify` proves the promises on a user's own task and data, and says what breaks one."""
+"""`lumen verify`: it proves the promises on a user's task and data, and names the cause of a failure."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
 
 
 def verify(*words, task="Clean", data="Data", **options):
-    """Exit code, output and errors of the command, for one of the tasks of the helpers."""
+    """Return exit code, output and errors of the command, for one task of the helpers."""
     config = {
         "seed_everything": 1, "model": {"class_path": f"{HERE}.{task}", "init_args": options},
         "data": {"class_path": f"{HERE}.{data}"}, "trainer": {"max_epochs": 3},
@@ -98,7 +98,7 @@ def test_demo_certificate_is_reproducible():
     assert now == then
     assert {*now.values()} == {"proven"}
     conditions = ("torch", "python", "machine", "device", "threads", "accelerator")
-    if all(made[name] == committed[name] for name in conditions):  # elsewhere sums are made in another order
+    if all(made[name] == committed[name] for name in conditions):  # other processors sum in another order
         differ = [name for name in committed["runs"] if made["runs"][name] != committed["runs"][name]]
         again = "where that is meant: lumen verify --config models/gpt.yaml --certificate docs/gpt-certificate.json"
         assert (differ, ran.returncode) == ([], 0), f"{ran.stderr}; {again}"
@@ -163,7 +163,7 @@ print(result.failure, len(result.outcomes))
 
 
 def test_many_or_failing_modules_can_be_imported(tmp_path):
-    """More than a command line holds; one that cannot be imported is left out."""
+    """The modules are more than a command line holds; one that cannot be imported is skipped."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "mine_is_broken.py").write_text("raise KeyError('mine')")
     done = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The structure of the packages: layers, stack frames, public names, and no question for the name of a strategy."""
+"""Architecture: layers, stack frames, public names, and strategies without checks of their names."""
 
 import ast
 import enum
@@ -100,7 +100,7 @@ def is_type_checking(node):
 
 
 def imported_by(module, *, lazily):
-    """Names of the modules that a module imports: on its own level, or inside functions."""
+    """Return the names of the modules that a module imports: at module level, or inside functions."""
 
     def visit(node, inside):
         for child in ast.iter_child_nodes(node):
@@ -121,7 +121,7 @@ def imported_by(module, *, lazily):
 
 
 def unit(module):
-    """The part of Lumen that a module belongs to: "loop" for `lumen.loop.loop`, "data" for `lumen.data.permutation`."""
+    """Return the part of Lumen that a module belongs to: "loop" for `lumen.loop.loop`."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -133,7 +133,7 @@ def layer(name):
 
 
 def ways(*, lazily):
-    """(importer, imported) of every import inside Lumen from one unit to another."""
+    """Return (importer, imported) of every import inside Lumen from one unit to another."""
     for module in SOURCES:
         for found in imported_by(module, lazily=lazily):
             if found.startswith("lumen.") and module not in DOORS and unit(module) != unit(found):
@@ -152,7 +152,7 @@ def test_modules_import_only_from_lower_layers():
 
 
 def test_the_core_knows_nothing_around_it():
-    """Neither by an import anywhere in a function nor by the name of a module in a text; plugins are entry points."""
+    """The core neither imports a module around it nor names one in a text; plugins are entry points."""
     named = re.compile(r"lumen\.(cli|tools|integrations)(\.\w+)*")
     for module, tree in SOURCES.items():
         if module in DOORS or unit(module) in AROUND_THE_CORE:
@@ -199,7 +199,7 @@ WAYS_UP = {
 
 
 def seen_by(module):
-    """Modules of Lumen that a module imports anywhere: on its own level, in functions, for types alone."""
+    """Return modules of Lumen that a module imports anywhere: at module level, in functions, for types alone."""
     for node in ast.walk(SOURCES[module]):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if isinstance(node, ast.ImportFrom):
@@ -209,7 +209,7 @@ def seen_by(module):
 
 
 def reached(module, graph):
-    """Modules that a module reaches through imports of any kind."""
+    """Return modules that a module reaches through imports of any kind."""
     found, waiting = set(), [module]
     while waiting:
         new = graph[waiting.pop()] - found
@@ -229,7 +229,7 @@ def test_two_imports_for_types_go_up():
 
 
 def test_circles_of_types_are_small():
-    """A circle of more than nine files is too much to hold in the head."""
+    """A cycle of more than nine files is too large to understand."""
     graph = {module: set(seen_by(module)) for module in SOURCES.keys() - DOORS}
     reach = {module: reached(module, graph) for module in graph}
     circles = {frozenset(each for each in reach[module] if module in reach[each]) for module in graph}
@@ -240,7 +240,7 @@ def test_circles_of_types_are_small():
 
 
 def lumens_frames():
-    """Names of Lumen's functions on the stack, the innermost first."""
+    """Return names of Lumen's functions on the stack, the innermost first."""
     frame, stack = sys._getframe(2), []
     while frame is not None:
         if Path(frame.f_code.co_filename).is_relative_to(ROOT):
@@ -256,7 +256,7 @@ class Looking(torch.optim.SGD):
 
 
 class Looked(Regression):
-    """Notes how deep it is called."""
+    """Task that records its depth on the stack."""
 
     def training_step(self, batch):
         self.stacks.append(("training_step", lumens_frames()))
@@ -312,7 +312,7 @@ def test_type_checkers_see_the_same_names():
 
 
 def parameters(function, skip):
-    """(name, kind, default) of a method's parameters after the first ones."""
+    """Return (name, kind, default) of a method's parameters after the first ones."""
     found = list(inspect.signature(function).parameters.values())
     return [(each.name, each.kind, each.default) for each in found[skip:]]
 
@@ -350,7 +350,7 @@ def test_task_hooks_are_callback_transfer_or_mode_hooks():
 
 
 class Counting(lumen.Strategy):
-    """A strategy that Lumen has never heard of: it counts what it is asked for, and changes nothing."""
+    """Strategy unknown to Lumen: it counts its calls, and changes nothing."""
 
     device = torch.device("cpu")
 
@@ -433,7 +433,7 @@ def test_a_run_and_its_parts_have_few_members(tmp_path):
     trainer = bare_trainer(tmp_path, max_steps=1)
     trainer.fit(Regression(), loader())
     parts = [part for part in vars(trainer.run).values() if type(part).__module__.startswith("lumen.run.")]
-    parts.remove(trainer.plan)  # the user's settings, of which there are more
+    parts.remove(trainer.plan)  # the user's settings, which may be more
     assert {type(part).__name__ for part in parts} >= {"Progress", "Loaders", "StepContext", "LoggedValues", "RunEnd"}
     for each in (trainer.run, *parts):
         members = {name for name in {*vars(each), *dir(type(each))} if not name.startswith("_")}
@@ -445,7 +445,7 @@ def test_a_run_and_its_parts_have_few_members(tmp_path):
 
 
 def test_callbacks_use_what_a_users_callback_may_use():
-    """Public names of the trainer, among them `trainer.run` and its parts; nothing that begins with an underscore."""
+    """Callbacks use public names of the trainer, among them `trainer.run` and its parts; no private names."""
     for module, tree in SOURCES.items():
         if unit(module) != "callbacks":
             continue
@@ -459,7 +459,7 @@ def test_callbacks_use_what_a_users_callback_may_use():
 
 # ---------------------------------------------------------------------- storage
 
-#: What a place is kept by, and what only these modules know.
+#: Modules that store locations, and names that only these modules know.
 SIDES = {"LocalStorage", "ObjectStore", "Url"}
 HOMES = {f"lumen.checkpoint.format.{name}" for name in ("object_store", "storage")}
 
@@ -505,7 +505,7 @@ def test_one_module_reads_pickles_with_weights_only():
     assert users == {"lumen.tools.convert.command"}
 
 
-#: What starts a program, by the end of the name that is called.
+#: Calls that start a program, by the end of their name.
 STARTS = {
     "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output",
     "os.system", "os.popen", "os.fork", "os.forkpty", "pty.spawn", "Process", "context.Pool", "ProcessPoolExecutor",
@@ -520,7 +520,7 @@ def starts_program(function):
 
 
 def test_interpreters_are_started_in_known_places():
-    """All but the two that are explained go through `lumen.internals.interpreters`."""
+    """All except the two explained ones go through `lumen.internals.interpreters`."""
     started, interpreters = set(), set()
     for module, tree in SOURCES.items():
         for node in ast.walk(tree):
@@ -567,7 +567,7 @@ def names_imported_by(module):
 
 # ---------------------------------------------------------------------- booleans
 
-#: Functions whose booleans may be given by position, by the reason.
+#: Functions whose booleans may be positional, by the reason.
 POSITIONAL_BOOLEANS = {
     "Lightning's signature": {
         "AdvancedProfiler.__init__", "BackboneFinetuning.__init__", "BaseFinetuning.filter_params",
@@ -583,7 +583,7 @@ POSITIONAL_BOOLEANS = {
     "pickle gives arguments by position": {"_unpickle_request"},
     "Python gives a property its value by position": {"RunView.should_stop"},
 }  # fmt: skip
-#: Functions of Python and torch that take a boolean by position.
+#: Functions of Python and torch with positional booleans.
 OF_OTHERS_WITH_BOOLEANS = {
     "RawValue", "_load_from_state_dict", "c_bool", "fromkeys", "get", "getattr", "inference_mode", "requires_grad_",
     "set_blocking", "set_reduce_scatter_unused_params", "set_reshard_after_forward", "use_deterministic_algorithms",
@@ -624,12 +624,12 @@ def test_booleans_are_given_by_keyword():
 
 # ---------------------------------------------------------------------- capabilities
 
-#: What a class declares of itself, by its base class; read as a plain attribute.
+#: Declarations of a class, by its base class; read as a plain attribute.
 DECLARED = {
     lumen.Callback: {"evaluated_state_key", "needs_step_loss", "state_key", "may_stop_at_steps"},
     lumen.Logger: {"state_key"},
 }
-#: What loaders and data sets declare, which inherit nothing from Lumen.
+#: Declarations of loaders and data sets, which inherit nothing from Lumen.
 OF_DATA = {"follows_training", "shards_itself"}
 #: Names of attributes that an object may lack, by the reason. Outside `internals`, where the names are torch's.
 MAY_BE_MISSING = {
@@ -677,7 +677,7 @@ def test_capabilities_are_declared():
 
 # ---------------------------------------------------------------------- owners
 
-#: "package: attribute" of what a package writes that one of another package owns too, by the reason.
+#: "package: attribute" that a package writes although another package also has it, by the reason.
 WRITTEN_BY_OTHERS = {
     "the object is torch's": {
         "checkpoint: param_groups", "checkpoint: training", "internals: _iterator", "internals: forward",
@@ -697,12 +697,12 @@ CHANGING = {
 }  # fmt: skip
 
 
-#: Protocols, which own no attribute, by the package whose objects they describe.
+#: Protocols, which have no attributes, by the package whose objects they describe.
 DESCRIBED = {"AnyTrainer": "trainer", "CallbackTrainer": "trainer", "AttachedRun": "run"}
 
 
 def owners_of_attributes():
-    """Return the packages whose classes have an attribute, by its name; and those where it is a property to be set."""
+    """Return the packages whose classes have an attribute, by its name; and those with a property that can be set."""
     owners, settable = defaultdict(set), defaultdict(set)
     for module, tree in SOURCES.items():
         for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -722,7 +722,7 @@ def owners_of_attributes():
 
 
 def packages_of_names(trees):
-    """Return the packages of the objects that variables and attributes hold, by name, as annotations and calls say."""
+    """Return the packages of the objects in variables and attributes, by name, from annotations and calls."""
     classes, found = defaultdict(set), defaultdict(set)
     for module, tree in SOURCES.items():
         for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -744,7 +744,7 @@ def packages_of_names(trees):
 
 
 def written_attributes(tree):
-    """Return (line, object, attribute) of what is set, deleted or changed in place of objects other than `self`."""
+    """Return (line, object, attribute) of each change to an attribute of an object other than `self`."""
     for node in ast.walk(tree):
         found = None
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
@@ -761,7 +761,7 @@ def written_attributes(tree):
 
 
 def writes_to_others():
-    """Return ("package: attribute", place) of each write to an attribute that the writing package does not own."""
+    """Return ("package: attribute", place) of each write to an attribute of another package."""
     (owners, settable), named = owners_of_attributes(), packages_of_names(SOURCES.values())
     for module, tree in SOURCES.items():
         here = packages_of_names([tree])
@@ -784,7 +784,7 @@ def test_every_attribute_is_written_by_its_own_package():
 
 
 def all_classes():
-    """Every class that is defined on the level of a module of Lumen."""
+    """Return every class that is defined at the level of a module of Lumen."""
     names = [found.name for found in pkgutil.walk_packages(lumen.__path__, "lumen.") if "__main__" not in found.name]
     for name in ["lumen", *names]:
         module = importlib.import_module(name)
@@ -847,9 +847,9 @@ OTHERS = {
     "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics
     "_update_count",
 }  # fmt: skip
-#: Lumen's own, put where no assignment shows it.
+#: Lumen's names that no assignment shows.
 LUMENS = {"_", "_hparams"}
-#: What those objects of torch call private that Lumen is given, or makes classes of.
+#: Private names of objects of torch that Lumen gets or subclasses.
 OF_TORCH = {
     name
     for owner in (nn.Module(), torch.Tensor, torch.optim.Optimizer, DataLoader, torch)
@@ -863,7 +863,7 @@ def is_private(name):
 
 
 def underscores_defined_in(tree):
-    """Underscore names that a module gives to something: functions, classes, variables, attributes of `self`."""
+    """Return underscore names that a module defines: functions, classes, variables, attributes of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -874,7 +874,7 @@ def underscores_defined_in(tree):
 
 
 def underscores_used_in(tree):
-    """(line, name) of underscore names that are attributes, imported, or spelled out for `getattr` and the like."""
+    """Return (line, name) of underscore names in attributes, imports, and strings for `getattr` and the like."""
     own = set(underscores_defined_in(tree))
     parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""What is said of an argument, an attribute, a result or an error says something."""
+"""Descriptions of arguments, attributes, results and errors: each one has a meaning alone."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ ROOT = Path(lumen.__file__).parent
 SECTION = re.compile(r"^( *)(Args|Attributes|Returns|Yields|Raises):$")
 NAMED = re.compile(r"^(\w+): (.*)", re.DOTALL)
 FEWEST_WORDS = 3
-#: A description that begins so refers to something that it does not name: "Of the run.", "It cannot.", "As given."
+#: Begin of a description that refers to a missing noun: "Of the run.", "It cannot.", "As given."
 DANGLING = {
     "as",
     "by",
@@ -35,7 +35,7 @@ ARTICLES = {"a", "an", "the", "its", "this", "that", "of", "to"}
 
 
 def entries(docstring):
-    """(section, name, description) of every entry in the sections of a docstring in Google's style."""
+    """Return (section, name, description) of every entry in the sections of a docstring in Google's style."""
     lines, section, found = docstring.splitlines(), None, []
     for line in lines:
         indent = len(line) - len(line.lstrip())
@@ -60,10 +60,10 @@ def started(found, section):
 
 
 def fault(name, description):
-    """Why a description says nothing; None if it does."""
+    """Return why a description has no meaning, or None."""
     words = re.findall(r"[\w'.*/+-]+", description)
     sentence = re.findall(r"\w+", re.split(r"[.;:](?: |$)", description)[0].lower())
-    if len(words) < FEWEST_WORDS:  # so is an entry that is indented otherwise than the others
+    if len(words) < FEWEST_WORDS:  # also an entry with another indentation than the others
         return "too short"
     if len(words) < FEWEST_WORDS_OF_DANGLING and words[0].lower().rstrip(".") in DANGLING:
         return "says of what it does not name"

@@ -1,4 +1,4 @@
-"""The index of errors has the messages of the code, and its table every class."""
+"""Index of errors: it has the messages of the code, and its table every class."""
 
 import re
 import runpy

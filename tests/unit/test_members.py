@@ -1,4 +1,4 @@
-"""The table before the reference has the names of `Trainer` and `TaskModule` that matter, and those of Lumen's own."""
+"""Table before the reference: the important names of `Trainer` and `TaskModule`, and Lumen's additions."""
 
 import re
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from lumen import TaskModule, Trainer
 from tests.helpers import ROOT
 
 PAGE = (ROOT / "docs/site/trainer.md").read_text()
-#: The classes, and the files of Lightning that define what its class has.
+#: Classes, and the files of Lightning that define their members.
 CLASSES = {
     Trainer: ("pytorch/trainer/**/*.py",),
     TaskModule: (
@@ -21,18 +21,18 @@ CLASSES = {
         "fabric/utilities/device_dtype_mixin.py",
     ),
 }
-LIGHTNING_1 = {"add_argparse_args", "from_argparse_args"}  # The error says what to write instead.
+LIGHTNING_1 = {"add_argparse_args", "from_argparse_args"}  # The error names the replacement.
 
 
 def public(kind):
-    """The public members of a class, without those of a plain module."""
+    """Return the public members of a class, without those in a plain module."""
     annotated = {name for each in kind.__mro__ for name in vars(each).get("__annotations__", ())}
     plain = {*dir(nn.Module), *nn.Module.__annotations__}
     return {name for name in {*dir(kind), *annotated} - plain if not name.startswith("_") and not name.isupper()}
 
 
 def lightnings(patterns):
-    """The names that Lightning's files define or assign, read as text: to import them takes seconds."""
+    """Return the names that Lightning's files define or assign, read as text: importing them takes seconds."""
     home = Path(find_spec("lightning").origin).parent
     text = "\n".join(path.read_text() for pattern in patterns for path in home.glob(pattern))
     return {*re.findall(r"^    def (\w+)", text, re.M), *re.findall(r"\b(?:self|trainer)\.(\w+)(?:: .+?)? = ", text)}

@@ -1,4 +1,4 @@
-"""What the pages for contributors say of the code is so."""
+"""Pages for contributors: their statements match the code."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ PATH = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 
 
 def defined_in(tree, prefix=""):
-    """Functions, classes and methods of a module, as `name` and `Class.name`."""
+    """Return functions, classes and methods of a module, as `name` and `Class.name`."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield prefix + node.name
@@ -30,7 +30,7 @@ def defined_in(tree, prefix=""):
             yield from defined_in(node, f"{prefix}{node.name}.")
 
 
-# ---------------------------------------------------------------------- what is named
+# ---------------------------------------------------------------------- names on the pages
 
 
 def test_the_security_page_names_tests_that_exist():
@@ -91,7 +91,7 @@ def test_each_promise_names_files_tests_and_readme_row():
     assert all(PATH.search(files) and "test_" in tests for _, files, tests in rows(NAMES[0], "Promises"))
 
 
-# ---------------------------------------------------------------------- who agrees on what
+# ---------------------------------------------------------------------- decisions of ranks
 
 OF_TORCH = {"all_reduce", "all_gather", "broadcast_object_list", "gather_object", "all_gather_object", "full_tensor"}
 
@@ -101,7 +101,7 @@ def test_collectives_page_lists_every_collective_method():
 
 
 def communicates(node):
-    """Return True if a call makes the processes of a run communicate."""
+    """Return True if a call is a collective."""
     if not isinstance(node, ast.Call):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

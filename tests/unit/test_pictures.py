@@ -1,4 +1,4 @@
-"""The pictures of the documentation are those that their script draws, and say what the code says."""
+"""Pictures of the documentation: their script draws them, and they match the code."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""How Lumen is written: words that are avoided, first words of docstrings, lengths of lines, cells and names.
+"""Style of Lumen: avoided words, first words of docstrings, lengths of lines, cells and names.
 
 `CONTRIBUTING.md` has the rules.
 """
@@ -27,13 +27,13 @@ ROOMS = sorted({path.relative_to(ROOT / "lumen").parts[0] for path in (ROOT / "l
 
 
 def prose(text):
-    """The text of a page without blocks of code, code spans and the targets of links."""
+    """Return the text of a page without blocks of code, code spans and the targets of links."""
     text = re.sub(r"^ *```.*?^ *```", lambda block: "\n" * block[0].count("\n"), text, flags=re.S | re.M)
     return re.sub(r"`[^`\n]*`", "`CODE`", re.sub(r"\]\([^)]*\)", "]", text))
 
 
 def faults_of_page(text):
-    """Every place of a page that breaks a rule, in words."""
+    """Return every place of a page that breaks a rule, with the reason."""
     found = []
     for number, (line, raw) in enumerate(zip(prose(text).splitlines(), text.splitlines(), strict=False), 1):
         found += [f"{number}: {word[0]!r}" for word in AVOIDED.finditer(line)]
@@ -51,7 +51,7 @@ def faults_of_page(text):
 
 
 def faults_of_docstrings(room):
-    """Every docstring of a room that begins with a word to avoid."""
+    """Return every docstring of a package that begins with an avoided word."""
     place = ROOT / "lumen" / room
     found = []
     for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
@@ -66,7 +66,7 @@ def faults_of_docstrings(room):
 
 
 def faults_of_tests(folder):
-    """Every test of a folder whose name has too many words."""
+    """Return every test of a folder whose name has too many words."""
     trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
     names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return [name for name in names if name.startswith("test_") and name.count("_") > MOST_NAME]

@@ -1,4 +1,4 @@
-"""The rooms of the tests: a folder says what its tests need, so that the everyday commands stay quick."""
+"""Folders of tests: each one states the needs of its tests, so that the everyday commands stay quick."""
 
 import ast
 
@@ -12,7 +12,7 @@ FOLDERS = {path.parent.name for path in ROOT.glob("lumen/*/__init__.py")} | {"da
 TREES = {
     path.relative_to(ROOT / "tests").as_posix(): ast.parse(path.read_text())
     for path in sorted((ROOT / "tests").rglob("*.py"))
-    if "projects" not in path.parts and path.stat().st_size  # those are written for Lightning, with tests of their own
+    if "projects" not in path.parts and path.stat().st_size  # these projects have tests for Lightning
 }
 
 
@@ -21,7 +21,7 @@ def in_rooms(*rooms):
 
 
 def imported(tree):
-    """The modules that the code of a file imports, wherever it does so."""
+    """Return the modules that the code of a file imports, at any place."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,5 +1,4 @@
-"""What needs torchvision, which does not stand in the environment of the other tests.
+"""Tests that need torchvision, which is not installed in the environment of the other tests.
 
-Where its compiled file does not fit the build of torch, each library that finds it there ends with an error when it is
-imported: transformers and torchmetrics too.
+If its compiled file does not fit the build of torch, transformers and torchmetrics find it and fail on import.
 """

@@ -1,4 +1,4 @@
-"""The commands of the examples of timm and torchvision run."""
+"""Commands of the examples of timm and torchvision: each one runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The example of torchvision's detection: scenes, losses, exact evaluation, and that it finds digits."""
+"""Example of torchvision's detection: scenes, losses, exact evaluation, and learned digits."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_resumed_run_sees_the_same_scenes(tmp_path):
 def average_precision(folder):
     torch.manual_seed(0)
     task, options = Detector(width=32), {"default_root_dir": folder, "enable_progress_bar": False, "seed": 3}
-    task.net.score_thresh, task.net.topk_candidates = 0.0, 30  # of an untrained model all boxes are poor
+    task.net.score_thresh, task.net.topk_candidates = 0.0, 30  # all boxes of an untrained model are poor
     (metrics,) = lumen.Trainer(log_level="ERROR", limit_val_batches=3, **options).validate(task, Scenes(batch_size=5))
     return metrics
 

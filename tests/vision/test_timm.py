@@ -1,4 +1,4 @@
-"""The example of timm: it learns, and what it mixes is the same after a resume and on two processes."""
+"""Example of timm: it learns, and mixes the same images after a resume and on two processes."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def train(folder, steps=6, batch_size=16, **options):
 
 
 def test_resumed_run_mixes_the_same_images(tmp_path):
-    """Images, MixUp or CutMix, the rates of timm's schedule, and the average."""
+    """The test compares images, MixUp or CutMix, the rates of timm's schedule, and the average."""
     whole_run = train(tmp_path / "whole", steps=9)
     for steps in (4, 7, 9):
         cut = train(tmp_path / "cut", steps=steps)

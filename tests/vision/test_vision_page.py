@@ -1,4 +1,4 @@
-"""The programs of the page on timm and torchvision run, and what it says of them holds."""
+"""Programs of the page on timm and torchvision: each one runs, and the statements of the page hold."""
 
 import tests.helpers.torchvision_on_cpu  # noqa: F401
 from tests.helpers.pages import programs_run

@@ -1,4 +1,4 @@
-"""Averages in place of parameters: the mean of checkpoints, and what callbacks keep, wherever parameters are read."""
+"""Averages in place of parameters: the mean of checkpoints and the averages of callbacks, for every reader."""
 
 import json
 import re
@@ -28,14 +28,14 @@ def working_directory(tmp_path, monkeypatch):
 
 
 class Turning(Normed):
-    """Its best steps are 6 and 2."""
+    """Task whose best steps are 6 and 2."""
 
     def validation_step(self, batch):
         self.log("score", {2: 1.0, 4: 3.0, 6: 0.5, 8: 2.0}.get(self.global_step, 9.0))
 
 
 def train(*callbacks, task=None, **options):
-    """A run with a checkpoint at each second step of eight, all kept; the states at these steps."""
+    """Train eight steps with a checkpoint at each second step; return the states at these steps."""
     monitor, kept = "score" if task is None else None, Kept()
     saver = lumen.ModelCheckpoint(every_n_train_steps=2, keep_last=-1, monitor=monitor, at_end=False)
     options = {"max_steps": 8, "val_check_interval": 2, "resume": None, "num_sanity_val_steps": 0} | options
@@ -44,7 +44,7 @@ def train(*callbacks, task=None, **options):
 
 
 def mean(states):
-    """The mean by hand; what is no floating-point number is that of the last."""
+    """Return the mean, computed by hand; a tensor that is not floating-point is the last one."""
     found = {}
     for name, last in states[-1].items():
         total = sum(state[name].double() for state in states) / len(states)
@@ -58,7 +58,7 @@ def same(found, expected):
 
 
 def loss_of(state):
-    """The validation of a task in this state."""
+    """Return the validation loss of a task in this state."""
     task = Normed()
     task.load_state_dict(state)
     return bare_trainer(Path()).validate(task, loader(**DATA))
@@ -104,7 +104,7 @@ def test_average_last_ends_at_path_best_follows_monitor():
 
 
 class Buffered(Normed):
-    """Has vectors of a power iteration and a queue."""
+    """Task with the vectors of a power iteration and a queue."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Callbacks take and tell what Lightning's do, as far as it means the same; the rest is told in words."""
+"""Callbacks with Lightning's arguments and attributes if the meaning is equal, and a clear error otherwise."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
 class Scored(Regression):
-    """Has one value of `score` after the other, at each validation."""
+    """Task that logs one value of `score` after the other, at each validation."""
 
     def __init__(self, scores=(4.0, 1.0, 3.0, 2.0, 5.0, 6.0, 7.0, 8.0)):
         super().__init__()
@@ -117,14 +117,14 @@ def test_thresholds_are_reasons_too(tmp_path, options, reason, epochs):
 
 @pytest.mark.parametrize(("at_epochs", "step"), [(None, 4), (False, 4), (True, 6)])
 def test_early_stopping_checks_new_values_or_epoch_ends(tmp_path, at_epochs, step):
-    """Two validations an epoch: 4 1, 3 2, 5 6, 7 8; the newest at the ends are 1 2 6 8."""
+    """Two validations an epoch (4 1, 3 2, 5 6, 7 8) leave the newest values 1 2 6 8 at the ends."""
     stopping = lumen.EarlyStopping("score", patience=2, check_on_train_epoch_end=at_epochs)
     trainer = fit(tmp_path, stopping, make=bare_trainer, epochs=9, val_check_interval=1)
     assert (stopping.best_score, trainer.global_step) == (1.0, step)
 
 
 def test_pending_value_is_checked_after_resume(tmp_path):
-    """Interrupted after the first validation of an epoch, whose value is seen at its end only."""
+    """The run is interrupted after the first validation of an epoch, whose value counts only at the epoch's end."""
 
     def run(name, **options):
         stopping = lumen.EarlyStopping("score", patience=2, check_on_train_epoch_end=True)
@@ -149,7 +149,7 @@ def test_pending_value_is_checked_after_resume(tmp_path):
     assert second.state_dict() == first.state_dict()
 
 
-# ---------------------------------------------------------------------- others
+# ---------------------------------------------------------------------- other callbacks
 
 
 def test_other_callbacks_accept_neutral_lightning_arguments(tmp_path):

@@ -1,4 +1,4 @@
-"""Callbacks that stop, time, log and call; those that save have files of their own."""
+"""Callbacks that stop, time, log and call functions."""
 
 import math
 import time
@@ -53,14 +53,14 @@ def test_verbose_early_stopping_logs_each_comparison(tmp_path, options):
 @pytest.mark.parametrize(
     ("values", "minimum", "options", "epochs"),
     [
-        ([5, 6, 4, 3, 2, 1], {"min_epochs": 4}, {}, 6),  # taken back by better values
-        ([5, 6, 4, 3, 4, 1], {"min_epochs": 4}, {}, 5),  # taken back, and asked for once more
+        ([5, 6, 4, 3, 2, 1], {"min_epochs": 4}, {}, 6),  # withdrawn by better values
+        ([5, 6, 4, 3, 4, 1], {"min_epochs": 4}, {}, 5),  # withdrawn, and requested again
         ([5, 6, 5, 3, 2, 1], {"min_steps": 5}, {"min_delta": 9}, 2.5),
         ([5, 9, 1, 8, 8, 8], {"min_epochs": 4}, {"patience": 9, "divergence_threshold": 7}, 4),
         ([5, 9, 6, 4, 3, 2], {"min_epochs": 5}, {"patience": 9, "divergence_threshold": 8}, 6),
-        ([5, 9, 6, 6, 3, 2], {"min_epochs": 4}, {"patience": 9, "divergence_threshold": 8}, 4),  # 6 is no new best
+        ([5, 9, 6, 6, 3, 2], {"min_epochs": 4}, {"patience": 9, "divergence_threshold": 8}, 4),  # 6 is not a new best
         ([5, math.nan, 4, 3, 2, 1], {"min_epochs": 3}, {}, 6),
-        ([5, 1, 3, 4, 4, 4], {"min_epochs": 4}, {"patience": 9, "stopping_threshold": 2}, 4),  # what is reached stays
+        ([5, 1, 3, 4, 4, 4], {"min_epochs": 4}, {"patience": 9, "stopping_threshold": 2}, 4),  # a limit stays reached
     ],
 )
 @pytest.mark.parametrize("cut", [None, 2])
@@ -84,7 +84,7 @@ def test_taking_a_stop_back_leaves_the_users_own(tmp_path):
 
 
 class Seldom(Scripted):
-    """A new value in every second epoch only, of which each is better."""
+    """Task with a new value in every second epoch only, each better than the last one."""
 
     def __init__(self, *names):
         super().__init__([])
@@ -117,13 +117,13 @@ def test_callbacks_ignore_stale_values_even_after_resume(tmp_path):
 def test_unlogged_monitor_after_resume_raises(tmp_path, kind):
     options = {"check_val_every_n_epoch": 2}
     seldom(tmp_path, [kind(monitor="score")], max_epochs=2, **options)
-    seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=3, resume="auto", **options)  # none was validated
+    seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=3, resume="auto", **options)  # never validated
     with pytest.raises(ConfigError, match="'score' was never logged since the run went on; logged so far: other"):
         seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=8, resume="auto", **options)
 
 
 class PerStep(Scripted):
-    """Logs its loss as a Lightning task does, with whatever else it is told."""
+    """Task that logs its loss like a Lightning task, with given arguments."""
 
     def __init__(self, **options):
         super().__init__([1, 1, 1])
@@ -170,7 +170,7 @@ def test_what_that_error_says_to_write_works(tmp_path, options, monitor):
 
 
 class Plateau(PerStep):
-    """With a schedule that looks at its loss at every step, or at every epoch."""
+    """Task with a schedule that depends on its loss at every step or at every epoch."""
 
     def __init__(self, interval, **options):
         super().__init__(**options)
@@ -328,7 +328,7 @@ def test_every_clock_stops_when_the_run_fails(tmp_path):
     assert timer.end_time("train") is not None
 
 
-# ---------------------------------------------------------------------- what the optimizer is set to
+# ---------------------------------------------------------------------- optimizer settings
 
 
 def optimized(tmp_path, monitor, make, **options):

@@ -1,4 +1,4 @@
-"""A task brings callbacks of its own: they join the trainer's, take the place of their like, and act as all do."""
+"""Callbacks of a task: they join the trainer's callbacks, replace callbacks of their class, and act like others."""
 
 import logging
 
@@ -13,7 +13,7 @@ F64 = torch.float64
 
 
 def bringing(brings):
-    """A class of tasks that configure what `brings` makes."""
+    """Return a class of tasks that configure the callbacks which `brings` makes."""
     return type("Bringing", (Regression,), {"configure_callbacks": lambda self: brings()})
 
 
@@ -22,7 +22,7 @@ def task_of(brings, **options):
 
 
 class Counting(lumen.Callback):
-    """Turns the learning rate down by how many steps it has seen, which is its state."""
+    """Callback that lowers the learning rate by its number of steps, which is its state."""
 
     def __init__(self):
         self.steps = 0

@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: memory and load, on the record that no two runs share."""
+"""DeviceStatsMonitor: memory and load, in a record of each run."""
 
 import sys
 
@@ -51,7 +51,7 @@ def test_psutil_is_required_only_for_cpu_stats(tmp_path, monkeypatch):
 
 
 def test_cuda_stats_use_names_of_torch_memory_stats():
-    """Nothing is counted before CUDA is used; `tests/system/test_cuda.py` tests what a device counts."""
+    """Nothing is counted before CUDA is used; `tests/system/test_cuda.py` tests the counts of a device."""
     kinds = {key.partition(".")[0] for key, _ in _CUDA_QUERIES.values()}
     assert all(f'"{kind}' in torch.cuda.memory_stats.__doc__ for kind in kinds)
     assert _measure_cuda(torch.device("cuda")) == dict.fromkeys(_CUDA_QUERIES, 0.0)

@@ -1,4 +1,4 @@
-"""EMA: the average by hand, evaluated, saved, resumed and exported in place of the parameters."""
+"""EMA: equal to the average by hand, and evaluated, saved, resumed and exported in place of the parameters."""
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def test_updates_that_overflow_do_not_move_it(tmp_path):
     assert precision.skipped_updates > 1
     for name, each in before.items():
         moved = (ema.average[name] - each).abs().max()
-        assert 0 < moved < 1e-2  # by one update, of AdamW with this rate
+        assert 0 < moved < 1e-2  # by one update of AdamW with this rate
 
 
 def test_ema_with_manual_optimization_updates_once_per_step(tmp_path):
@@ -141,6 +141,6 @@ def test_user_callback_can_wrap_validation(tmp_path):
             calls.append("start")
 
     trainer, task = fit(tmp_path, Around(), max_steps=4)
-    assert calls == ["made", "start"] * 2  # the sanity check too
+    assert calls == ["made", "start"] * 2  # including the sanity check
     trainer.validate(task, loader(8, dtype=torch.float64))
     assert calls == ["made", "start"] * 2 + ["start"]

@@ -1,4 +1,4 @@
-"""What is frozen at first and trained from some epoch on, with a parameter group of its own."""
+"""Finetuning: layers that are frozen at first and trained from some epoch on, with a separate parameter group."""
 
 import logging
 
@@ -32,7 +32,7 @@ def test_rates_are_those_that_were_asked_for(tmp_path):
 
 
 class FreezesLate(lumen.BaseFinetuning):
-    """Freezes a BatchNorm layer in the second epoch."""
+    """Callback that freezes a BatchNorm layer in the second epoch."""
 
     def freeze_before_training(self, task):
         pass
@@ -43,7 +43,7 @@ class FreezesLate(lumen.BaseFinetuning):
 
 
 class ThawsLate(lumen.BaseFinetuning):
-    """Lets the statistics of a BatchNorm layer move from the second epoch on."""
+    """Callback that unfreezes the statistics of a BatchNorm layer in the second epoch."""
 
     def freeze_before_training(self, task):
         self.freeze(task.backbone[1], train_bn=False)
@@ -57,7 +57,7 @@ class ThawsLate(lumen.BaseFinetuning):
 def test_resumed_norms_track_statistics_as_before(tmp_path, kind):
     def run(folder, steps):
         task = Backbone()
-        task.backbone[1] = nn.BatchNorm1d(8, affine=False).double()  # nothing of it is trained
+        task.backbone[1] = nn.BatchNorm1d(8, affine=False).double()  # none of its parameters is trained
         return finetune(tmp_path / folder, kind(), task, steps)[0]
 
     whole = run("whole", 20)
@@ -66,7 +66,7 @@ def test_resumed_norms_track_statistics_as_before(tmp_path, kind):
 
 
 class ByLayers(lumen.BaseFinetuning):
-    """Unfreezes the last layer of the backbone in the second epoch, and the first one in the third."""
+    """Callback that unfreezes the last layer of the backbone in the second epoch, and the first one in the third."""
 
     def freeze_before_training(self, task):
         self.freeze([task.backbone[:3], [task.backbone[3]]], train_bn=False)
@@ -78,7 +78,7 @@ class ByLayers(lumen.BaseFinetuning):
 
 
 class Moved(lumen.Callback):
-    """Names of what has changed since the epoch before."""
+    """Callback that records the names of the tensors that changed in an epoch."""
 
     def __init__(self):
         self.by_epoch, self.before = [], None
@@ -156,7 +156,7 @@ def test_what_cannot_be_finetuned_says_why(tmp_path, task, said):
 
 
 class Scheduled(Backbone):
-    """Its rate is that of a schedule which has one for each group."""
+    """Task with a schedule that has one rate for each group."""
 
     def __init__(self, kind):
         super().__init__()
@@ -189,7 +189,7 @@ def test_per_group_schedule_leaves_backbone_group_alone(tmp_path, kind):
         schedule.step()
     callback = lumen.BackboneFinetuning(2, backbone_initial_lr=0.001, should_align=False)
     _, rates = finetune(tmp_path / "whole", callback, Scheduled(kind))
-    before_the_end = expected[5::5]  # of the rates after the last steps of the epochs
+    before_the_end = expected[5::5]  # of the rates after the last step of each epoch
     assert [each[0] for each in rates] == pytest.approx([*before_the_end, rates[-1][0]])
     assert [each[1] for each in rates[2:]] == [0.001, 0.002, 0.004, 0.008]
     ends = []

@@ -1,4 +1,4 @@
-"""The three questions of checkpoints: when, which, where."""
+"""ModelCheckpoint: when it saves, which checkpoints it keeps, and where."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ def names(tmp_path, name="run"):
 
 
 def steps(tmp_path, name="run"):
-    """Steps of all checkpoints; anything else in their folder is an error."""
+    """Return the steps of all checkpoints; any other file in their folder is an error."""
     found = names(tmp_path, name)
     assert found == [path.name for path in find_checkpoints(tmp_path / "runs" / name / "checkpoints")]
     return [int(each[5:]) for each in found]
@@ -67,7 +67,7 @@ def test_exactly_the_expected_checkpoints_are_kept(tmp_path, options, kept):
 
 
 class Counting(Regression):
-    """Counts boundaries, and asks to stop at one of them."""
+    """Task that counts steps and requests a stop at one of them."""
 
     def __init__(self, stops_at):
         super().__init__()
@@ -85,12 +85,12 @@ def test_checkpoint_includes_task_changes_at_its_boundary(tmp_path):
         task = Counting(stops_at)
         quiet_trainer(tmp_path, max_epochs=1, resume=resume).fit(task, loader())
         assert task.boundaries == stops_at
-        assert steps(tmp_path, name) == [stops_at]  # where it stopped, the end is
+        assert steps(tmp_path, name) == [stops_at]  # the run ends at the step of the stop
         resume = tmp_path / "runs" / name
 
 
 class Interrupted(Counting):
-    """Is asked to leave in the middle of the validation after an epoch."""
+    """Task that requests a stop in the middle of the validation after an epoch."""
 
     def validation_step(self, batch):
         super().validation_step(batch)
@@ -218,7 +218,7 @@ def test_reused_trainer_saves_each_run_separately(tmp_path):
     assert steps(tmp_path, "run") == steps(tmp_path, "run-2") == [2]
 
 
-# ---------------------------------------------------------------------- going on
+# ---------------------------------------------------------------------- resumed runs
 
 
 def test_resumed_run_ranks_old_and_new_checkpoints(tmp_path):

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Task(lumen.TaskModule):
-    """A frozen embedding tied to the head, a block, and a parameter of its own."""
+    """Task with a frozen embedding tied to the head, a block, and a direct parameter."""
 
     def __init__(self) -> None:
         super().__init__()

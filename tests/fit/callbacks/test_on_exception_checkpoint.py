@@ -1,4 +1,4 @@
-"""OnExceptionCheckpoint: what a failing run saves, by where the exception strikes."""
+"""OnExceptionCheckpoint: a failing run saves its state, depending on the place of the exception."""
 
 import logging
 
@@ -12,7 +12,7 @@ from lumen.errors import NonFiniteLoss
 from tests.helpers.tables import rows_of
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer, regression_data
 
-FAILS_AT = 8  # of 5 steps an epoch, so in the middle of the second one
+FAILS_AT = 8  # with 5 steps an epoch, in the middle of the second one
 
 
 class Failure(Exception):
@@ -20,7 +20,7 @@ class Failure(Exception):
 
 
 class Normed(Regression):
-    """With BatchNorm, dropout and a metric over the epoch, which all move while a step goes on."""
+    """Task with BatchNorm, dropout and a metric over the epoch, which all change within a step."""
 
     fails = True
 
@@ -93,7 +93,7 @@ class FailsInUpdate(Normed):
 
 
 class Broken(Dataset):
-    """Fails at a sample of the fourth batch of an epoch, once it is told to."""
+    """Data set that fails at a sample of the fourth batch of an epoch, after a test has armed it."""
 
     fails = False
 
@@ -138,7 +138,7 @@ def assert_same(task, other):
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-# ---------------------------------------------------------------------- exact: `auto` goes on there
+# ---------------------------------------------------------------------- exact: `auto` resumes there
 
 
 @pytest.mark.parametrize("kind", [FailsInValidation, FailsAfterValidation])
@@ -156,7 +156,7 @@ def test_a_failure_in_a_validation_costs_nothing(tmp_path, kind):
 
 
 def test_a_failure_while_data_is_loaded_costs_nothing(tmp_path):
-    """The third batch of the second epoch is loaded after step 7; nothing of step 8 has begun."""
+    """The third batch of the second epoch is loaded after step 7, before any part of step 8."""
 
     def data(fails):
         broken = Broken()
@@ -187,7 +187,7 @@ def test_checkpoints_of_failures_count_among_the_others(tmp_path):
     assert len(names(tmp_path)) <= 2
 
 
-# ---------------------------------------------------------------------- inside a step: by path only
+# ---------------------------------------------------------------------- within a step: resumed by path only
 
 
 @pytest.mark.parametrize("kind", [FailsInStep, FailsBeforeUpdate])
@@ -264,7 +264,7 @@ def test_all_of_them_may_go_to_another_place(tmp_path):
     assert names(tmp_path) == ["step-00000005"]
 
 
-# ---------------------------------------------------------------------- nothing
+# ---------------------------------------------------------------------- no checkpoint
 
 
 def test_failure_inside_update_saves_nothing_and_warns(tmp_path, caplog):
@@ -291,7 +291,7 @@ def test_failed_exception_save_keeps_the_original_error(tmp_path):
 
 
 def test_failure_before_first_update_saves_nothing(tmp_path):
-    """Nor does a failure in an evaluation."""
+    """A failure in an evaluation saves nothing either."""
 
     class FailsAtOnce(Normed):
         def training_step(self, batch):

@@ -1,4 +1,4 @@
-"""Predictions are written where they are made, each sample once with its index, and need not be kept."""
+"""Predictions: each process writes its own, each sample once with its index, and memory need not hold them."""
 
 import sys
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_of_a_stream_nobody_knows_the_indices(tmp_path):
 
 
 class Shaped(lumen.TaskModule):
-    """Predictions of many dtypes and numbers of dimensions, of which one has another length in each batch."""
+    """Task with predictions of many dtypes and dimensions; the length of one differs in each batch."""
 
     def predict_step(self, batch):
         value = batch[0].float().reshape(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""ProgressBar: the right numbers, on any terminal and without one, and a terminal left as it was."""
+"""ProgressBar: correct numbers on every terminal and without one, and the terminal restored."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tests.helpers.terminal import HIDE, SHOW
 
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> ProgressBar:
-    """A bar that draws at every step, however long drawing takes."""
+    """Make the bar draw at every step, even if drawing is slow."""
     monkeypatch.setattr("lumen.callbacks.display._MAX_DRAWING_SHARE", math.inf)
     return ProgressBar(refresh_per_second=1e9, plain_every_s=0.0)
 
 
 def frames(written: str) -> list[str]:
-    """What the terminal showed, one text per drawing."""
+    """Return the texts that the terminal showed, one per drawing."""
     return [without_escapes(frame) for frame in re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", written)]
 
 
 def pairs(text: str) -> Iterator[tuple[int, int]]:
-    """The step, and the number that was logged at the step shown."""
+    """Return the shown step, and the number that was logged at this step."""
     for step, value in re.findall(r"step (\d+)\D.*?\bnumber ([\d.]+)", text, re.DOTALL):
         yield int(step), int(float(value))
 
@@ -64,7 +64,7 @@ def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatc
 
 
 def test_plain_lines_show_a_validation_in_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The line of training has nothing new while a validation runs."""
+    """The line of training has no new values while a validation runs."""
     written = show_on(monkeypatch, terminal=False)
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=1).fit(Task(), loader(2), val_dataloaders=loader(3))
     lines = written().splitlines()
@@ -140,7 +140,7 @@ def test_plain_lines_follow_interval_at_validations_and_end(
         for epoch in epochs
     ]
     assert [line for line in shown if line in expected] == expected
-    if plain_every_s == 1000.0:  # else there are lines of single steps too
+    if plain_every_s == 1000.0:  # otherwise there are lines of single steps too
         assert shown == expected
         assert epochs == [1, 4]
     assert "took 0:00:0" in written().splitlines()[-2]
@@ -223,7 +223,7 @@ def test_evaluation_ends_in_one_line_with_values(monkeypatch: pytest.MonkeyPatch
 
 
 class Judged(Task):
-    """Whose validations have given values and take a second each; each of its steps takes a tenth."""
+    """Task whose validations return given values and take a second each; each of its steps takes a tenth."""
 
     def __init__(self, *scores: float) -> None:
         super().__init__(pause_s=0.1)
@@ -341,7 +341,7 @@ def test_terminal_refresh_rate_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_p
     start = clock.read()
     trainer(tmp_path, ProgressBar(refresh_per_second=5), max_steps=100).fit(Task(pause_s=0.01), loader(100))
     took_s = clock.read() - start
-    assert 3 <= len(frames(written())) <= 5 * took_s + 4  # and at the start, at the end, and at closing
+    assert 3 <= len(frames(written())) <= 5 * took_s + 4  # also at the start, at the end, and at closing
 
 
 def test_a_slow_terminal_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
@@ -400,10 +400,10 @@ def test_no_live_display_remains_after_error_or_stop(
     assert written().removeprefix(before) == "afterwards\n"
 
 
-# ---------------------------------------------------------------------- a debugger has the terminal for itself
+# ---------------------------------------------------------------------- the terminal belongs to the debugger
 
 
-# ---------------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------------- costs
 
 
 def test_the_bar_does_not_change_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ def test_showing_never_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert all(int(step) == float(value) == float(on_device) for step, value, on_device in shown)
 
 
-# ---------------------------------------------------------------------- how numbers are written
+# ---------------------------------------------------------------------- format of numbers
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""After a spike training goes back to a checkpoint, and on without the steps around it."""
+"""Roll-back: after a spike, training returns to a checkpoint and skips the steps around the spike."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ BATCH = 4
 
 
 def data(*spikes, steps=20, kept=None):
-    """A loader in order, in which the targets of some batches are far off; of which only some batches are kept."""
+    """Return an ordered loader with some targets far off; `kept` selects its batches."""
     inputs, targets = regression_data(steps * BATCH)
     for batch in spikes:
         targets[batch * BATCH : (batch + 1) * BATCH] += 20.0
@@ -52,7 +52,7 @@ def test_rolled_back_run_equals_run_without_skipped_data(tmp_path):
     assert len({row.split(",")[0] for row in rows}) == 15
     said = (trainer.run_directory / "run.log").read_text()
     assert "rolling back from step 11 to step-00000008, to leave out micro-batches 8 to 12 of the run" in said
-    assert said.count("the run is in ") == 1  # the session, its directory and its logs were kept
+    assert said.count("the run is in ") == 1  # the session, its directory and its logs stayed open
 
 
 def test_which_checkpoint_it_goes_back_to_changes_nothing(tmp_path):
@@ -75,7 +75,7 @@ def test_rolls_back_at_each_spike_up_to_limit(tmp_path):
 
 
 class Unsaved(Regression):
-    """Its loss depends on a buffer that no checkpoint has."""
+    """Task whose loss depends on a buffer that no checkpoint has."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def test_unsaved_buffers_go_back_as_after_a_kill(tmp_path):
     ends = []
     for name, callbacks in (("back", [detection(), often()]), ("killed", [])):
         batches = data(11) if callbacks else data(kept=[*range(8), *range(13, 20)])
-        for steps in [20] if callbacks else [8, 15]:  # a new process builds its task
+        for steps in [20] if callbacks else [8, 15]:  # a new process builds its task again
             task = Unsaved()
             options = {"max_steps": steps, "resume": "auto", "callbacks": [*callbacks]}
             quiet_trainer(tmp_path / name, **options | ({"max_epochs": 1} if callbacks else {})).fit(task, batches)
@@ -100,7 +100,7 @@ def test_unsaved_buffers_go_back_as_after_a_kill(tmp_path):
 
 
 class Thawed(lumen.TaskModule):
-    """Dropout, a frozen part with statistics, a schedule: all that a run may hold of state."""
+    """Task with all kinds of state: dropout, a frozen part with statistics, a schedule."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class ToldToLeaveOut(lumen.Callback):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_rolled_back_run_equals_resume_with_skipped_batches(tmp_path, workers):
-    """It goes back over the end of an epoch, after which the backbone was unfrozen."""
+    """The roll-back crosses the end of an epoch, after which the backbone was unfrozen."""
 
     def run(path, *more, **options):
         callbacks = [
@@ -206,7 +206,7 @@ def test_spike_without_earlier_checkpoint_ends_the_run(tmp_path, spike, options,
 
 
 def test_roll_back_requires_saved_checkpoints(tmp_path):
-    """A fast_dev_run, which saves none, skips the update."""
+    """A fast_dev_run saves no checkpoint and skips the update."""
     with pytest.raises(ConfigError, match="needs checkpoints, but this run saves none"):
         fit(tmp_path, data(), detection(), enable_checkpointing=False)
     trainer, _ = fit(tmp_path, data(5), detection(), fast_dev_run=8)

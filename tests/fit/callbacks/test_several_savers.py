@@ -1,4 +1,4 @@
-"""Several ModelCheckpoints in one run: each its own best, one rule for which is the run's, and all of them resumed."""
+"""Several ModelCheckpoints in one run: each has its own best, one rule picks the best of the run, and all resume."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from tests.helpers.scripted_values import Both
 from tests.helpers.tasks import quiet_trainer
 
 DATA = DataLoader(TensorDataset(torch.arange(4.0)), 2)
-#: Of `Both`, whose loss is best at step 4 and worst at step 12.
+#: Arguments for `Both`, whose loss is best at step 4 and worst at step 12.
 BEST, WORST, PLAIN = {"monitor": "loss"}, {"monitor": "loss", "mode": "max"}, {"every_n_train_steps": 1}
 
 
@@ -38,7 +38,7 @@ def step(path):
 
 
 def shown(directory, capsys):
-    """The checkpoint that `lumen runs` marks as best."""
+    """Return the checkpoint that `lumen runs` marks as best."""
     capsys.readouterr()
     assert main(["runs", str(directory), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)
@@ -153,7 +153,7 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path):
     for number, resume in enumerate((None, tmp_path / "b/step-00000004")):
         with pytest.raises(ConfigError, match="contains checkpoints of a different run"):
             fit(tmp_path / str(number), places(tmp_path, PLAIN, BEST), resume=resume)
-    with pytest.raises(ConfigError, match="b contains checkpoints of a different run"):  # newer ones than that
+    with pytest.raises(ConfigError, match="b contains checkpoints of a different run"):  # newer checkpoints exist
         fit(tmp_path / "2", [lumen.ModelCheckpoint(dirpath=tmp_path / "b")], resume=tmp_path / "b/step-00000004")
     assert contents(tmp_path) == before
 

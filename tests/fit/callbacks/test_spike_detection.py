@@ -1,4 +1,4 @@
-"""A spike of the loss or the gradient: the update is not made, or the run ends before it."""
+"""Spikes of the loss or the gradient: the update is skipped, or the run ends before it."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BATCH = 4
 
 
 def spiking(*batches, steps=12, size=20.0):
-    """A loader in order, in which the targets of some batches are far off."""
+    """Return an ordered loader with some targets far off."""
     inputs, targets = regression_data(steps * BATCH)
     for batch in batches:
         targets[batch * BATCH : (batch + 1) * BATCH] += size
@@ -74,14 +74,14 @@ def test_the_loss_is_that_of_the_whole_step(tmp_path):
     trainer, _ = fit(tmp_path, spiking(9), [detection], accumulate_grad_batches=4)
     assert (detection.spikes, trainer.global_step) == (1, 2)
     none = lumen.SpikeDetection(rtol=9.0, warmup=2)
-    fit(tmp_path, spiking(9, size=4.0), [none], accumulate_grad_batches=4)  # the mean of four is not so far off
+    fit(tmp_path, spiking(9, size=4.0), [none], accumulate_grad_batches=4)  # the mean of four losses is not so far off
     alone = lumen.SpikeDetection(rtol=9.0, warmup=2)
     fit(tmp_path, spiking(9, size=4.0), [alone])
     assert (none.spikes, alone.spikes) == (0, 1)
 
 
 class Weighed(Regression):
-    """Says with the loss how many units it is the mean of, so that the total is known only afterwards."""
+    """Task that returns the loss with its number of units, so that the total is known only after the forward."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch), 1.0 + batch_idx % 3

@@ -1,4 +1,4 @@
-"""What is saved of a callback or a scheduler goes back to what it is of, wherever that stands in a list, or to none."""
+"""State of callbacks and schedulers: loaded into the object that saved it, at any place in a list, or into none."""
 
 import logging
 
@@ -50,7 +50,7 @@ def test_swapped_callbacks_go_on_with_their_own_state(tmp_path, caplog, order):
 
 @pytest.mark.parametrize("change", [{"monitor": "score"}, {"mode": "max"}])
 def test_state_of_other_monitor_is_ignored_and_reported(tmp_path, caplog, change):
-    """A change of the mode is treated the same."""
+    """A change of the mode has the same effect."""
     fit(tmp_path, [lumen.EarlyStopping("loss", patience=9), lumen.ModelCheckpoint(monitor="loss")])
     other = {"monitor": "loss", "mode": "min"} | change
     stopping, saving = lumen.EarlyStopping(patience=9, **other), lumen.ModelCheckpoint(**other)
@@ -76,7 +76,7 @@ def test_a_callback_that_finds_no_state_begins_anew(tmp_path, caplog):
 
 
 class Counting(lumen.Callback):
-    """Adds up the steps, times a factor."""
+    """Callback that adds up the steps, times a factor."""
 
     def __init__(self, factor):
         self.factor, self.total = factor, 0
@@ -92,7 +92,7 @@ class Counting(lumen.Callback):
 
 
 class Named(Counting):
-    """Says what it is."""
+    """Callback with its own state_key."""
 
     @property
     def state_key(self):
@@ -144,7 +144,7 @@ def test_what_has_no_state_may_be_there_twice(tmp_path):
 
 
 class Scheduled(Regression):
-    """Two groups, and schedulers that a function makes."""
+    """Task with two groups, and schedulers that a function makes."""
 
     def __init__(self, make):
         super().__init__()

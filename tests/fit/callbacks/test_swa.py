@@ -1,4 +1,4 @@
-"""SWA: the mean that torch's tools make, evaluated, saved, resumed and exported in place of the parameters."""
+"""SWA: the mean of torch's tools, evaluated, saved, resumed and exported in place of the parameters."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_swa_mean_and_rates_equal_those_of_torch(tmp_path, annealing, strategy):
     rates = Rates()
     ours, _ = average(tmp_path, lumen.SWA(0.02, START, annealing, strategy), rates)
     theirs, expected = by_hand(annealing, strategy)
-    counter = "net.1.num_batches_tracked"  # torch divides it too
+    counter = "net.1.num_batches_tracked"  # torch divides by it too
     assert (ours.pop(counter), theirs.pop(counter)) == (EPOCHS * SAMPLES // 8, pytest.approx(30, abs=3))
     assert_equal(ours, theirs)
     np.testing.assert_allclose([each[0] for each in rates.seen], expected, rtol=0, atol=1e-15)

@@ -1,4 +1,4 @@
-"""ThroughputMonitor: speed, use of the hardware and memory of a run, on record."""
+"""ThroughputMonitor: speed, use of the hardware, and memory of a run in its record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import lumen
 from lumen.callbacks.monitors import find_peak_flop_per_s
 from tests.helpers.tables import rows_of
 
-pytestmark = pytest.mark.usefixtures("clock")  # time passes in steps, data and validations that sleep
+pytestmark = pytest.mark.usefixtures("clock")  # time passes only where steps, data and validations sleep
 BATCH = 4
 
 
@@ -156,7 +156,7 @@ def test_batch_weights_are_counted_as_units(tmp_path: Path, weighs: str) -> None
 
 
 class Mixed(lumen.TaskModule):
-    """Convolution, BatchNorm, dropout, attention and a linear layer."""
+    """Task with convolution, BatchNorm, dropout, attention and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_counting_operations_changes_no_bit_of_the_training(tmp_path: Path, opti
 
 
 class Linear(lumen.TaskModule):
-    """One matrix product forward and one backward: 2 * 6 * 5 operations a sample each, for the inputs need none."""
+    """Task with 2 * 6 * 5 operations a sample in each direction: one matrix product, and inputs without gradients."""
 
     def __init__(self) -> None:
         super().__init__()

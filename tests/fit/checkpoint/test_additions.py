@@ -1,4 +1,4 @@
-"""What callbacks and the task add to a checkpoint by `on_save_checkpoint` comes back by `on_load_checkpoint`."""
+"""Additions of callbacks and the task to a checkpoint: `on_load_checkpoint` gets what `on_save_checkpoint` added."""
 
 import re
 
@@ -152,7 +152,7 @@ def test_removed_callback_warns_and_new_gets_empty_dictionary(tmp_path, caplog):
     assert "holds additions of Average, which this run does not have" in caplog.text
 
 
-# ---------------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------------- refused additions
 
 
 class Trained(Regression):
@@ -177,7 +177,7 @@ class AddingTask(Trained):
 
 
 def refused(tmp_path, adding, *, by):
-    """The error of a run in which a callback or the task adds something; nothing has been trained."""
+    """Return the error of a run in which a callback or the task adds something; no step has been trained."""
     task = AddingTask() if by == "task" else Trained()
     task.adding = adding
     with pytest.raises(CheckpointError) as caught:
@@ -226,11 +226,11 @@ def test_every_key_of_lightnings_checkpoints_has_its_answer(tmp_path):
     assert asking.asked
 
 
-# ---------------------------------------------------------------------- states that come late
+# ---------------------------------------------------------------------- states that appear late
 
 
 class Late(lumen.Callback):
-    """Makes its state in one of its hooks."""
+    """Callback that creates its state in one of its hooks."""
 
     def __init__(self, hook, ask="state_dict"):
         setattr(self, hook, self.make)

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: the same bytes, the same errors, and nothing lost at the end."""
+"""Asynchronous saves: the same bytes and errors as synchronous ones, and nothing is lost at the end."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ from tests.helpers.checkpoints import DTYPES, SHAPES, same, tensor_of
 from tests.helpers.scripted_values import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
-# ---------------------------------------------------------------------- what is saved
+# ---------------------------------------------------------------------- saved state
 
 
 def test_asynchronous_save_equals_synchronous_save_bytewise(tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def test_asynchronous_save_equals_synchronous_save_bytewise(tmp_path, monkeypatc
 
 
 def test_asynchronous_saves_do_not_change_the_run(tmp_path):
-    """Every step is saved, so each save but the first waits for the one before."""
+    """Every step is saved, so each save except the first waits for the save before."""
     for name, asynchronous in (("a", True), ("b", False)):
         saver = saving(every_n_train_steps=1, keep_last=-1, at_end=True, asynchronous=asynchronous)
         fit(tmp_path / name, saver, log_every_n_steps=3)
@@ -91,7 +91,7 @@ def test_snapshot_copies_every_kind_of_tensor_exactly(dtype):
     if dtype.is_complex:
         tensors["conjugate"] = tensor_of(dtype, (4,)).conj()
     snapshot = Snapshot()
-    for _ in range(2):  # the second time into the same memory
+    for _ in range(2):  # the second save reuses the memory
         copies = snapshot.start_copy({"model": tensors})["model"]
         snapshot.wait()
         assert same(copies, tensors)
@@ -121,7 +121,7 @@ def test_reserved_memory_causes_no_page_faults_in_save():
 def test_cuda_snapshot_is_of_its_moment():
     tensor, layers = torch.zeros(1 << 24, device="cuda"), torch.randn(1024, 1024, device="cuda")
     for _ in range(50):
-        layers = layers @ layers  # the copy has to wait for these
+        layers = layers @ layers  # the copy has to wait for these writes
     tensor += 1
     snapshot = Snapshot()
     copies = snapshot.start_copy({"model": {"tensor": tensor, "transposed": tensor.view(4096, 4096).T}})["model"]
@@ -130,11 +130,11 @@ def test_cuda_snapshot_is_of_its_moment():
     assert all(copy.is_pinned() and (copy == 1).all() for copy in copies.values())
 
 
-# ---------------------------------------------------------------------- when
+# ---------------------------------------------------------------------- time of saves
 
 
 class Numerous(Regression):
-    """1,200 tensors with Adam's state, of some bytes each."""
+    """Task with 1,200 tensors with Adam's state, of some bytes each."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ def test_only_large_checkpoints_are_asynchronous_by_default(
 
 def test_saves_are_synchronous_when_memory_is_short(tmp_path, monkeypatch):
     read_text = Path.read_text
-    meminfo = "MemTotal:       99999999 kB\nMemAvailable:      30000 kB\n"  # 29 MiB for 18 and more
+    meminfo = "MemTotal:       99999999 kB\nMemAvailable:      30000 kB\n"  # 29 MiB for 18 MiB and overhead
 
     def read(path, *args, **options):
         return meminfo if str(path) == "/proc/meminfo" else read_text(path, *args, **options)
@@ -182,7 +182,7 @@ def test_final_checkpoint_is_saved_synchronously(tmp_path, monkeypatch):
     assert not disk.is_left_to_a_thread
 
 
-# ---------------------------------------------------------------------- which
+# ---------------------------------------------------------------------- kept checkpoints
 
 
 class Improving(Moving):
@@ -191,7 +191,7 @@ class Improving(Moving):
 
 
 def test_old_checkpoints_are_removed_only_after_the_commit(tmp_path, monkeypatch):
-    """Every path that the callback gives exists."""
+    """Every path that the callback returns exists."""
     disk = SlowDisk(monkeypatch)
     saver = saving(monitor="score", on_best=False, keep_last=1)
     seen = {}
@@ -220,7 +220,7 @@ def test_old_checkpoints_are_removed_only_after_the_commit(tmp_path, monkeypatch
 
     at = At(step5=go_on, step6=look, step7=hold, step9=look_at_a_held_one, step10=go_on, step11=look, step12=look)
     fit(tmp_path, [at, saver], Improving(), val_check_interval=4, max_steps=12)
-    # each is accounted for one boundary after its end is known; what it replaces is there until then
+    # a save is accounted for one step after its end is known; the checkpoint that it replaces exists until then
     assert seen == {
         5: ("", "04"), 6: ("", "04"), 7: ("04", "04"),
         9: ("04", "04"), 10: ("04", "08"), 11: ("04", "08"), 12: ("08", "08"),
@@ -273,7 +273,7 @@ def test_thread_error_ends_run_at_next_boundary(tmp_path, harm, message):
     try:
         with pytest.raises(CheckpointError, match=message):
             fit(tmp_path, callbacks, logger=False)
-    finally:  # not in a fixture: pytest writes its dot before it tears down, into what may be a long file
+    finally:  # not in a fixture: pytest writes its dot before the teardown, perhaps into a long file
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert watched.last_step == 9
     (older,) = find_checkpoints(tmp_path / "moved" if (tmp_path / "moved").exists() else folder(tmp_path))
@@ -325,11 +325,11 @@ def test_parameters_that_are_not_finite_are_never_committed(tmp_path):
     assert names(tmp_path) == ["step-00000004"]
 
 
-# ---------------------------------------------------------------------- leaving
+# ---------------------------------------------------------------------- exit
 
 
 class Leaves(Moving):
-    """Fails in the step after a save has begun."""
+    """Task that fails in the step after a save has begun."""
 
     error = RuntimeError
 
@@ -364,7 +364,7 @@ def test_failing_run_reuses_pending_boundary_save(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-00000004"]
 
 
-# ---------------------------------------------------------------------- what went wrong once
+# ---------------------------------------------------------------------- regressions
 
 
 def test_saves_within_one_step_stay_in_order(tmp_path):

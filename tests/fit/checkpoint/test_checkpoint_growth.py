@@ -1,4 +1,4 @@
-"""What checkpoints cost grows no faster than what is in them and how many are kept; counted, not timed."""
+"""Cost of checkpoints: no faster growth than their contents and their number; counted, not timed."""
 
 import gc
 import json
@@ -33,7 +33,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class Many(Regression):
-    """With many small parameters."""
+    """Task with many small parameters."""
 
     def __init__(self, count):
         super().__init__()
@@ -52,7 +52,7 @@ def fit(folder, count, steps, **options):
 
 @cache
 def listeners():
-    """Lists that are told of every file that is opened, and how: a hook cannot be removed."""
+    """Return lists that receive every opened file and its mode; an audit hook cannot be removed."""
     told = []
 
     def hook(event, arguments):
@@ -66,7 +66,7 @@ def listeners():
 
 @contextmanager
 def read_files():
-    """How often each file of a checkpoint was opened to be read meanwhile; its last two names."""
+    """Return how often each file of a checkpoint was opened to be read, by its last two names."""
     listeners().append(opened := [])
     counts = Counter()
     try:
@@ -78,7 +78,7 @@ def read_files():
 
 @contextmanager
 def counted_calls():
-    """How many functions, of Python or C, this thread called meanwhile."""
+    """Return how many functions, of Python or C, this thread called."""
     count = [0]
 
     def note(frame, event, argument):
@@ -195,7 +195,7 @@ def test_save_and_resume_run_no_full_garbage_collection(tmp_path):
     def save_it(trainer, task):
         looks(partial(trainer.save_checkpoint, tmp_path / "step-9"))
 
-    gc.freeze()  # else torch's own are so many that these would not be looked at
+    gc.freeze()  # otherwise torch's many constants would hide the ones of this test
     gc.callbacks.append(note)
     try:
         saving = lumen.LambdaCallback(on_step_end=save_it)
@@ -232,7 +232,7 @@ def manifests_read_by_a_resume(folder, epochs, **options):
     assert len(find_checkpoints(folder / "runs/run/checkpoints")) == epochs
     with read_files() as counts:
         fit_scripted(folder, values, saving(), max_epochs=epochs + 1, resume="auto")
-    newest = f"step-{2 * (epochs + 1):08d}"  # what the resumed run has written itself
+    newest = f"step-{2 * (epochs + 1):08d}"  # the resumed run has written this itself
     return sum(times for name, times in counts.items() if "manifest.json" in name and newest not in name)
 
 
@@ -356,7 +356,7 @@ def test_edited_manifest_with_valid_digest_is_accepted(tmp_path):
 
 
 def chunked(path, shape, boxes):
-    """Change a manifest as if its one tensor lay in these boxes (offsets and shape), each in a file of its own."""
+    """Change a manifest so that its one tensor consists of these boxes (offsets and shape), each in a separate file."""
 
     def edit(manifest):
         names = [f"model/{number:05d}-00000.safetensors" for number in range(len(boxes))]
@@ -388,7 +388,7 @@ def test_checking_chunks_is_linear(tmp_path, cut):
 
 
 def partitioned(generator, begin, shape, parts):
-    """A box cut into about that many, along lines or as a pinwheel."""
+    """Cut a box into about the given number of boxes, along lines or as a pinwheel."""
     if parts <= 1:
         return [(begin, shape)]
     if len(shape) == 2 and min(shape) >= 3 and generator.random() < 0.3:
@@ -411,7 +411,7 @@ def partitioned(generator, begin, shape, parts):
 
 
 def is_covered(shape, boxes):
-    """Whether boxes hold each element once, found out by counting them all."""
+    """Return True if boxes hold each element once, by counting all elements."""
     count = np.zeros(shape, int)
     for offsets, sizes in boxes:
         count[tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))] += 1
@@ -426,7 +426,7 @@ def test_chunks_pass_only_when_covering_each_element_once(tmp_path):
     for _ in range(400):
         shape = tuple(generator.randrange(1, 7) for _ in range(generator.choice([1, 2, 2, 3])))
         boxes = partitioned(generator, (0,) * len(shape), shape, generator.randrange(1, 9))
-        if generator.random() < 0.6:  # one is moved: as many elements, but perhaps some twice
+        if generator.random() < 0.6:  # one is moved: the number of elements stays, but some may occur twice
             number = generator.randrange(len(boxes))
             offsets = tuple(generator.randrange(s - n + 1) for s, n in zip(shape, boxes[number][1], strict=True))
             boxes[number] = offsets, boxes[number][1]

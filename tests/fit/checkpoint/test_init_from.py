@@ -1,4 +1,4 @@
-"""A new run that begins with the parameters of others: from where, under which names, and what is refused."""
+"""`init_from`: the sources of the parameters of a new run, their names, and refused files."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 
 class Tied(Regression):
-    """Two layers that share a weight, and a buffer of integers."""
+    """Task with two layers that share a weight, and a buffer of integers."""
 
     def __init__(self):
         super().__init__()
@@ -36,14 +36,14 @@ class Tied(Regression):
 
 
 class Untrained(Regression):
-    """Keeps the parameters that training began with."""
+    """Task that records the initial parameters of training."""
 
     def on_train_start(self):
         self.begun_with = {name: tensor.clone() for name, tensor in self.state_dict().items()}
 
 
 def begin(tmp_path, init_from, task=None, **options):
-    """What a run begins with."""
+    """Return the initial parameters of a run."""
     task = task or Untrained()
     begun = {}
 
@@ -57,7 +57,7 @@ def begin(tmp_path, init_from, task=None, **options):
 
 
 def other_weights(task=None):
-    """Weights that no test's model begins with by itself."""
+    """Return weights that differ from the initial weights of every test's model."""
     torch.manual_seed(77)
     state = (task or Regression()).state_dict()
     return {name: torch.rand_like(t) if t.is_floating_point() else t + 5 for name, t in state.items()}
@@ -74,7 +74,7 @@ def trained(tmp_path, **options):
 
 
 def shards(directory, tensors, files=3):
-    """Files and index as model hubs have them."""
+    """Write files and index in the layout of model hubs."""
     directory.mkdir(parents=True, exist_ok=True)
     placed = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(tensors)}
     for file in set(placed.values()):
@@ -91,7 +91,7 @@ def edit_index(directory, name, file):
     path.write_text(json.dumps(index))
 
 
-# ---------------------------------------------------------------------- from where
+# ---------------------------------------------------------------------- sources
 
 
 def test_init_from_loads_parameters_only(tmp_path):
@@ -152,7 +152,7 @@ def test_safetensors_files_of_others_are_read(tmp_path, form):
         shards(where, expected)
     else:
         save_file(expected, where / "model.safetensors", metadata={"format": "pt"})
-    if form == "cache of links":  # a hub's cache links its snapshots to files elsewhere
+    if form == "cache of links":  # a hub's cache links its snapshots to files in another folder
         (tmp_path / "blob").write_bytes((where / "model.safetensors").read_bytes())
         (where / "model.safetensors").unlink()
         (where / "model.safetensors").symlink_to(tmp_path / "blob")
@@ -161,7 +161,7 @@ def test_safetensors_files_of_others_are_read(tmp_path, form):
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """A directory for temporary files, to see what is left in it."""
+    """Set a directory for temporary files, to list its files later."""
     path = tmp_path / "temporary"
     path.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(path))
@@ -313,7 +313,7 @@ def test_names_lose_the_prefix_of_wrappers(tmp_path, caplog, prefix):
 
 
 class Wrapping(Untrained):
-    """A task whose only part is called as DDP calls what it wraps."""
+    """Task whose only part is called like a module inside of DDP."""
 
     def __init__(self):
         super().__init__()
@@ -425,7 +425,7 @@ def test_invalid_pattern_raises_immediately(options):
         lumen.Weights("x.safetensors", **options)
 
 
-# ---------------------------------------------------------------------- and resuming
+# ---------------------------------------------------------------------- with a resumed run
 
 
 def test_resumed_run_skips_init_from_and_logs_it(tmp_path):
@@ -485,7 +485,7 @@ def test_evaluations_and_predictions_take_the_same_places(tmp_path, kind):
 
 
 def test_an_evaluation_does_not_begin_anew(tmp_path):
-    """What `fit` trained is not overwritten with what it began with."""
+    """`init_from` does not overwrite the weights that `fit` trained."""
     save_file(other_weights(), path := tmp_path / "model.safetensors")
     trainer = quiet_trainer(tmp_path, init_from=path, max_steps=5)
     trainer.fit(task := Regression(), loader())

@@ -1,4 +1,4 @@
-"""Checkpoints used outside of the run that wrote them, and the hyperparameters they carry."""
+"""Checkpoints outside of the run that wrote them, and the hyperparameters in them."""
 
 import argparse
 import re
@@ -18,7 +18,7 @@ from tests.helpers.tasks import FEATURES, Regression, Saving, bare_trainer, load
 
 
 class Rich(lumen.TaskModule):
-    """Tied weights, buffers kept and not kept, a frozen layer, a module with extra state, several dtypes."""
+    """Task with tied weights, saved and unsaved buffers, a frozen layer, an extra state, and several dtypes."""
 
     def __init__(self, width: int = 8, folder: Path = Path("here"), rates: tuple = (0.1, 0.2), **rest):
         super().__init__()
@@ -64,7 +64,7 @@ def trained(tmp_path, task):
 def test_loaded_task_restores_tensors_ties_and_hyperparameters(tmp_path):
     task = Rich(width=5, extra=3)
     path = trained(tmp_path, task)
-    for where in (path, path.parents[1]):  # the checkpoint, and its run
+    for where in (path, path.parents[1]):  # the checkpoint and its run
         loaded = Rich.load_from_checkpoint(where)
         assert loaded.again.weight is loaded.first.weight
         assert loaded.counter.value == task.counter.value == 7
@@ -100,7 +100,7 @@ def test_absent_optimizer_state_stays_absent(tmp_path):
 
 
 class More(Regression):
-    """Has a layer that `Regression` has not."""
+    """Task with a layer that `Regression` lacks."""
 
     def __init__(self, lr=1e-2, dropout=0.0, dtype=torch.float32, optimizer="AdamW"):
         super().__init__(lr, dropout, dtype, optimizer)
@@ -108,7 +108,7 @@ class More(Regression):
 
 
 class Fewer(Regression):
-    """Has only the first layer of `Regression`."""
+    """Task with only the first layer of `Regression`."""
 
     def __init__(self, lr=1e-2, dropout=0.0, dtype=torch.float32, optimizer="AdamW"):
         super().__init__(lr, dropout, dtype, optimizer)
@@ -116,7 +116,7 @@ class Fewer(Regression):
 
 
 class Unlike(lumen.TaskModule):
-    """Has no name in common with `Regression`."""
+    """Task without a name in common with `Regression`."""
 
     def __init__(self, **settings):
         super().__init__()
@@ -354,7 +354,7 @@ def test_path_named_like_a_setting_is_a_path(tmp_path, monkeypatch, name):
 
 
 class Growing(nn.Module):
-    """A memory bank that has a row for each sample."""
+    """Module with a memory bank that has a row for each sample."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whatever an optimizer keeps, and wherever, a resumed run has it; what a hook adds to it is trained and saved."""
+"""State of any optimizer: a resumed run restores it, and parameters that a hook adds are trained and saved."""
 
 from itertools import product
 
@@ -58,7 +58,7 @@ def test_run_with_added_parameters_resumes_exactly(tmp_path, way, wrap):
 
 
 class Readding(lumen.Callback):
-    """Adds the group itself, when it gets its state."""
+    """Callback that adds the parameter group itself when the optimizer loads its state."""
 
     def state_dict(self):
         return {"added": len(self.trainer.optimizers[0].param_groups) > 1}
@@ -106,11 +106,11 @@ def test_foreign_parameter_is_rejected_before_training_it(tmp_path):
     assert trainer.global_step == 2
 
 
-# ---------------------------------------------------------------------- optimizers of the user's own
+# ---------------------------------------------------------------------- optimizers of the user
 
 
 class Packed(OwnStateDict):
-    """A `state_dict` that has nothing of torch's form."""
+    """Optimizer with a `state_dict` in a format that is not torch's."""
 
     def state_dict(self):
         return {"packed": (self._rest["k"], self._rest["mean"])}
@@ -141,7 +141,7 @@ class Unsavable(OwnStateDict):
 
 
 class ByParameter(Sgd):
-    """Tensors in an attribute, by parameter."""
+    """Optimizer with tensors in an attribute, by parameter."""
 
     def begin(self):
         self.means = {each: torch.zeros_like(each) for group in self.param_groups for each in group["params"]}
@@ -165,7 +165,7 @@ def test_unsavable_optimizer_state_raises_before_training(tmp_path, kind, messag
 
 
 class Counting(AdamW):
-    """Keeps a number that the configuration gives, and one that it counts."""
+    """Optimizer with one number from its configuration, and one that it counts."""
 
     def __init__(self, parameters, every=5):
         super().__init__(parameters, lr=0.01)
@@ -195,7 +195,7 @@ def test_changed_optimizer_argument_warns_on_resume(tmp_path, caplog):
 
 
 class Learned(Sgd):
-    """Keeps parameters and tensors with gradients of its own in its state."""
+    """Optimizer with parameters and tensors that require gradients in its state."""
 
     def factor(self, parameter):
         state = self.state[parameter]
@@ -218,7 +218,7 @@ def test_optimizer_state_restores_parameters_and_leaves(tmp_path):
 
 
 class Outer(torch.optim.Optimizer):
-    """Leaves out `Optimizer.__init__`, as some wrappers of pytorch_optimizer do."""
+    """Optimizer without a call of `Optimizer.__init__`, like some wrappers of pytorch_optimizer."""
 
     def __init__(self, parameters):
         self.optimizer, self.calls = AdamW(parameters, lr=0.01), 0

@@ -1,4 +1,4 @@
-"""A new run that takes over parts of another one, and what is said of settings that changed in between."""
+"""New runs that take parts of another run, and reports of settings that changed in between."""
 
 import itertools
 import logging
@@ -30,7 +30,7 @@ from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
-STEPS = 10  # of the run that is gone on from: 7 in an epoch
+STEPS = 10  # of the source run, which has 7 in an epoch
 COMBINATIONS = [
     set(parts)
     for count in range(1, 6)
@@ -40,7 +40,7 @@ COMBINATIONS = [
 
 
 class Remembering(Regression):
-    """Has a schedule, notes its batches and its learning rates, and saves something of its own."""
+    """Task with a schedule that records its batches and learning rates, and saves another value."""
 
     def __init__(self, lr=0.1, configure=None):
         super().__init__(lr)
@@ -90,7 +90,7 @@ class Data(lumen.DataModule):
 
 
 class Probe(lumen.Callback):
-    """Counts batches, and keeps how things stand when training begins."""
+    """Callback that counts batches and records the state at the start of training."""
 
     batches = 0
 
@@ -124,7 +124,7 @@ def train(directory, task=None, data=None, probe=None, **options):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A run that ended inside its second epoch: its checkpoint, and the batches of a longer one with the same seed."""
+    """Run and stop within the second epoch; return its checkpoint, and the batches of a longer, equally seeded run."""
     directory = tmp_path_factory.mktemp("source")
     trainer = train(directory, Remembering(lr=0.1))
     longer = Remembering(lr=0.1)
@@ -133,7 +133,7 @@ def source(tmp_path_factory):
     return Checkpoint.open(checkpoint), longer.batches
 
 
-# ---------------------------------------------------------------------- the parts
+# ---------------------------------------------------------------------- parts of a resume
 
 
 @pytest.mark.parametrize("parts", COMBINATIONS, ids=lambda parts: "-".join(sorted(parts)))
@@ -197,7 +197,7 @@ IGNORED = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.s
 
 
 class Weighted(Remembering):
-    """Gives the weights that schedules by tokens count."""
+    """Task that returns weights, which schedules by tokens count."""
 
     def training_step(self, batch):
         return super().training_step(batch), 10.0 * len(batch[0])
@@ -332,7 +332,7 @@ def test_config_record_omits_resume_parts(tmp_path, monkeypatch):
     assert Spy.trainer.global_step == 3
 
 
-# ---------------------------------------------------------------------- what changed in between
+# ---------------------------------------------------------------------- changed settings
 
 
 def warnings_of(caplog, directory, task, **options):
@@ -366,7 +366,7 @@ def test_changed_learning_rate_warns_with_both_values(tmp_path, caplog):
     train(tmp_path, branch, resume=path, resume_parts=yaml.safe_load(parts), max_steps=12)
     assert branch.rates[0] == pytest.approx(0.2 * 0.9**STEPS)
 
-    assert resumed(14, 0.1)[1] == []  # what it was begun with is what still counts
+    assert resumed(14, 0.1)[1] == []  # the learning rate of the first start still counts
     (said,) = resumed(16, 0.1, betas=(0.8, 0.999), weight_decay=0.02, gamma=0.5)[1]
     for change in (
         "betas[0] was 0.9, is 0.8",
@@ -413,7 +413,7 @@ def test_an_ordinary_resume_raises_no_alarm(tmp_path, caplog, schedule, optimize
 
 
 class Described(lumen.TaskModule):
-    """Hyperparameters of many kinds."""
+    """Task with hyperparameters of many kinds."""
 
     def __init__(self, width=1, rates=(0.1, 0.2), table=None, bias=None, limit=float("nan"), **rest):
         super().__init__()
@@ -502,7 +502,7 @@ def test_changed_batch_size_warns(tmp_path, caplog):
     (said,) = fit(4, max_steps=4)
     assert "batch_size was 8, is 4; global_batch_size was 8, is 4" in said
     assert fit(4, max_steps=5) == []
-    assert fit(4, max_steps=6, global_batch_size=4) == []  # the same step, said otherwise
+    assert fit(4, max_steps=6, global_batch_size=4) == []  # the same step in another notation
     (said,) = fit(2, max_steps=7, global_batch_size=4)
     assert ": batch_size was 4, is 2. The new" in said
 
@@ -514,7 +514,7 @@ def test_length_and_display_changes_do_not_warn(tmp_path, caplog):
 
 
 class Freezing(Regression):
-    """Freezes its first layer and unfreezes it in epoch 1; the user may change what it builds."""
+    """Task that freezes its first layer and unfreezes it in epoch 1; a test may change the built layers."""
 
     def __init__(self, frozen=("net.0.weight",), evaluating=()):
         super().__init__(dropout=0.5)
@@ -533,7 +533,7 @@ class Freezing(Regression):
     ("built", "said"),
     [
         ({}, None),
-        ({"frozen": []}, None),  # as it has become
+        ({"frozen": []}, None),  # in its changed form
         ({"frozen": ["net.0.weight", "net.3.bias"]}, "net.3.bias was 'trainable', is 'frozen'."),
         ({"frozen": ["net.3.bias"]}, "net.3.bias was 'trainable', is 'frozen'."),
         ({"evaluating": ["net.2"]}, "net.2 was 'in train mode', is 'in eval mode'."),

@@ -1,4 +1,4 @@
-"""Runs that go on: from where, into which directory, and what stands in the way."""
+"""Resumed runs: their checkpoint, their directory, and the reasons for a refusal."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
 
 def fit(tmp_path, task=None, *, validate=True, **options):
-    """Train a small regression; returns its trainer and task."""
+    """Train a small regression; return its trainer and task."""
     task = task or Regression(dropout=0.2)
     options = {"max_epochs": 2, "log_every_n_steps": 1} | options
     trainer = quiet_trainer(tmp_path, **options)

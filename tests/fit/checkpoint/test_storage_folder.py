@@ -1,4 +1,4 @@
-"""Finding, setting aside and removing checkpoints in their folder."""
+"""Folder of checkpoints: find, set aside and remove them."""
 
 import errno
 import os
@@ -115,7 +115,7 @@ def test_a_save_reads_no_manifest_of_another_checkpoint(tmp_path, monkeypatch):
     fit(tmp_path / "a", 3, keep_last=-1)
     few = len(reads)
     fit(tmp_path / "b", 9, keep_last=4)
-    assert len(reads) - few == few + 6 + 5  # a save reads its own, a removal that of what it removes
+    assert len(reads) - few == few + 6 + 5  # a save lists its own folder, a removal the folder that it removes
     assert len(names(tmp_path / "b/kept")) == 4
 
 
@@ -207,11 +207,11 @@ def test_new_directories_are_synced_before_the_commit(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bound(tmp_path):
-    """A directory of somebody whom permissions bind, as whom the test runs: they do not bind root."""
-    path = Path(tempfile.mkdtemp(prefix="lumen-bound-"))  # nobody else may enter pytest's
+    """Make a directory and run the test as a user whom permissions bind: they do not bind root."""
+    path = Path(tempfile.mkdtemp(prefix="lumen-bound-"))  # no other user may enter pytest's folder
     is_root = os.geteuid() == 0
     if is_root:
-        fit_into(tmp_path, tmp_path / "kept")  # what is imported meanwhile may be root's alone
+        fit_into(tmp_path, tmp_path / "kept")  # imports meanwhile may be readable for root only
         os.chown(path, NOBODY, -1)
         os.seteuid(NOBODY)
     yield path
@@ -272,7 +272,7 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
 
 
 class MovesAway(lumen.Callback):
-    """Somebody moves a checkpoint to another disk while the run goes on, and leaves a link to it."""
+    """Callback that moves a checkpoint to another disk during the run and leaves a link, like a user."""
 
     def __init__(self, folder, elsewhere, *, loses=False):
         self.folder, self.elsewhere, self.loses = folder, elsewhere, loses

@@ -1,4 +1,4 @@
-"""The command line: `main([...])` in process, with real runs of a tiny task."""
+"""Command line: `main([...])` in this process, with real runs of a tiny task."""
 
 import json
 import re
@@ -184,7 +184,7 @@ def test_help_with_unreadable_config_reports_the_reason(capsys):
         main(["fit", "--config", "line.yaml", "--help"])
 
 
-# ---------------------------------------------------------------------- lists that grow
+# ---------------------------------------------------------------------- lists that are appended to
 
 
 def test_options_documented_with_plus_accept_it(capsys):
@@ -267,7 +267,7 @@ def test_plus_appends_to_any_list():
     write("many.yaml", {"model": {"init_args": {"widths": [3]}}})
     _, task = fit("--model.widths+=4", "--config", "many.yaml", "--model.widths+", "[5, 6]")
     assert tuple(task.hparams.widths) == (3, 4, 5, 6)
-    _, task = fit("--model.widths+=4")  # to the default
+    _, task = fit("--model.widths+=4")  # appended to the default
     assert tuple(task.hparams.widths) == (1, 2, 4)
 
 
@@ -309,7 +309,7 @@ def test_arguments_behind_keywords_are_options():
     assert (task.depth, task.hparams.lr, task.hparams.width) == (4, 0.3, 3)
 
 
-# ---------------------------------------------------------------------- classes that are switched
+# ---------------------------------------------------------------------- replaced classes
 
 ADAMW = {"class_path": "AdamW", "init_args": {"lr": 0.3, "weight_decay": 0.7}}
 
@@ -489,7 +489,7 @@ def test_callbacks_may_be_a_list_or_single():
 
 def test_required_model_arguments_come_from_data(capsys):
     _, task = fit("--data.width", "5", "--data.label", "five")
-    assert (task.hparams.width, task.hparams.label) == (5, None)  # label has a default
+    assert (task.hparams.width, task.hparams.label) == (5, None)  # label has a default value
     assert capsys.readouterr().err.count("model.width is 5, from data.width") == 1
     assert saved()["model"]["init_args"]["width"] == 5
     _, task = fit(config="runs/line/config.yaml")
@@ -526,7 +526,7 @@ def test_given_arguments_are_not_taken_from_data(capsys):
     assert "from data" not in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- the run's name, seed and config
+# ---------------------------------------------------------------------- the name, seed and config of a run
 
 
 def test_run_is_named_by_name_config_or_task():
@@ -577,7 +577,7 @@ def test_resume_continues_in_place_with_the_saved_seed():
         (["fit", "--trainer.resume=auto"], 5),
         (["fit", "--trainer.resume=last"], 5),
         (["fit", "--trainer.resume=kept/step-00000003", "--trainer.callbacks.saver.dirpath=new"], 5),
-        (["fit", "--trainer.resume=kept", "--trainer.callbacks.saver.dirpath=new"], 11),  # a run's folder, as it looks
+        (["fit", "--trainer.resume=kept", "--trainer.callbacks.saver.dirpath=new"], 11),  # looks like a run directory
         (["validate", "--ckpt_path=last"], 5),
         (["test", "--ckpt_path=best"], 5),
     ],
@@ -600,7 +600,7 @@ def test_seed_comes_from_the_checkpoint_that_is_read(words, seed):
 def test_resume_with_changed_options_keeps_old_config():
     fit()
     first = saved()
-    fit("--trainer.resume", "auto", config="runs/line/config.yaml")  # finished: nothing to do
+    fit("--trainer.resume", "auto", config="runs/line/config.yaml")  # finished: a resume has no steps to train
     assert not Path("runs/line/config-1.yaml").exists()
     fit("--trainer.resume", "auto", "--trainer.max_epochs", "3", config="runs/line/config.yaml")
     second = Path("runs/line/config.yaml").read_text()
@@ -688,7 +688,7 @@ def test_evaluating_untrained_parameters_warns(capsys, command):
 
 def test_best_is_the_checkpoint_that_the_monitor_names():
     saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.monitor=val_loss"]
-    fit(*saver, "--trainer.callbacks.saver.mode=max")  # the best is the worst: not the last one
+    fit(*saver, "--trainer.callbacks.saver.mode=max")  # `best` is the worst checkpoint here, so not the last one
     best = values("validate", "--config", "runs/line/config.yaml", "--ckpt_path", "best")[0]["val_loss"]
     assert best == max(float(row["val_loss"]) for row in metrics("runs/line") if row["val_loss"])
     assert best != values("validate", "--ckpt_path", "runs/line")[0]["val_loss"]
@@ -750,7 +750,7 @@ def test_predicted_tensors_are_written_as_lines_or_joined(capsys):
     predict = ["predict", "--ckpt_path", "runs/line", "--output"]
     assert main([*predict, "lines.jsonl"]) == 0
     assert main([*predict, "tensors.safetensors"]) == 0
-    assert main([*predict, "tensors.safetensors"]) == 0  # again: replaced
+    assert main([*predict, "tensors.safetensors"]) == 0  # the second call replaces the file
     joined = load_file("tensors.safetensors")["predictions"]
     assert joined.shape == (12, 1)
     assert [json.loads(line) for line in Path("lines.jsonl").read_text().splitlines()] == joined.tolist()

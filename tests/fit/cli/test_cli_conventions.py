@@ -1,4 +1,4 @@
-"""What users of LightningCLI type works, or gets an answer that says what to type."""
+"""Conventions of LightningCLI: arguments that its users type work, or the error shows what to type."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 @pytest.fixture
 def printed(capsys):
-    """The settings that words mean, without defaults."""
+    """Return the settings of arguments, without defaults."""
 
     def run(*words, config="line.yaml"):
         capsys.readouterr()
@@ -51,7 +51,7 @@ def refused(capsys):
 
 @pytest.fixture
 def helped(capsys):
-    """What is shown instead of a run."""
+    """Return the help that is shown instead of a run."""
 
     def run(*words):
         capsys.readouterr()
@@ -67,7 +67,7 @@ def helped(capsys):
 
 
 def test_single_callback_replaces_all_of_a_config(printed):
-    """With `=`; with `+=` it is added, which test_cli.py shows."""
+    """`=` replaces; `+=` appends, which test_cli.py shows."""
     assert printed(*EARLY)["trainer"]["callbacks"] == [STOPPER]
     Path("one.yaml").write_text("trainer: {callbacks: {class_path: EarlyStopping, init_args: {monitor: val_loss}}}")
     assert printed("--config", "one.yaml", "--trainer.callbacks.patience=4")["trainer"]["callbacks"] == [STOPPER]
@@ -187,7 +187,7 @@ def test_short_class_names_and_both_argument_forms_work(printed):
 
 
 def test_injected_optimizer_needs_no_parameters_in_config():
-    """A parameter of type `Callable[[Iterable], Optimizer]`, like Lightning's `OptimizerCallable`."""
+    """The parameter has the type `Callable[[Iterable], Optimizer]`, like Lightning's `OptimizerCallable`."""
     Path("injected.py").write_text(
         "from collections.abc import Callable, Iterable\n\n"
         "from torch import nn\n"
@@ -305,7 +305,7 @@ def build_model(**init_args):
 
 
 def test_another_class_starts_with_its_own_defaults():
-    """jsonargparse keeps the values of the class that is replaced, where both have an argument of that name."""
+    """jsonargparse keeps values of the replaced class if both classes have an argument of that name."""
     given = build_model(
         chosen={"class_path": "torch.optim.AdamW", "init_args": {"lr": 3e-4}},
         called="torch.optim.AdamW",

@@ -1,5 +1,5 @@
-# ruff: noqa: E501 - a message stands on one line with what causes it
-"""What the command line says when something is wrong: where it was written, what was found, what to do."""
+# ruff: noqa: E501 - a message is on one line with its cause
+"""Errors of the command line: the place of the mistake, the value found, and the fix."""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 @pytest.fixture
 def refused(capsys):
-    """Run a command that must fail before anything is written, and return its message."""
+    """Run a command that must fail before it writes a file, and return its message."""
 
     def run(*words, code=2):
         capsys.readouterr()
@@ -43,7 +43,7 @@ def refused(capsys):
 
 
 def fit(refused, *words, config=None):
-    """What `fit` says about line.yaml with a second file and options."""
+    """Return the error of `fit` with line.yaml, a second file and options."""
     files = ["--config", "line.yaml"]
     if config is not None:
         Path("second.yaml").write_text(config)
@@ -396,7 +396,7 @@ def test_predictions_unfit_for_file_suggest_another_format(capsys):
     assert not Path("text.safetensors").exists()
 
 
-# ---------------------------------------------------------------------- how a command ends
+# ---------------------------------------------------------------------- end of a command
 
 
 def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):

@@ -1,4 +1,4 @@
-"""Settings that refer to each other, `${key.path}`, and those that must be given, `???`."""
+"""References between settings, `${key.path}`, and required settings, `???`."""
 
 from pathlib import Path
 

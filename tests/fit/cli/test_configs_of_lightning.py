@@ -1,4 +1,4 @@
-"""Configs that were written for LightningCLI: all that has to be edited is said at once, and then they run."""
+"""Configs for LightningCLI: one error lists every edit, and the edited config runs."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from lumen.cli import main
 CONFIG = {}
 OURS = "model: {class_path: tests.helpers.cli_tasks.Line, init_args: {width: 3, lr: 0.01}}\n"
 
-#: What LightningCLI writes beside a run: every argument of its trainer.
+#: Config that LightningCLI writes for each run: every argument of its trainer.
 SAVED = f"""\
 # lightning.pytorch==2.6.0
 seed_everything: true
@@ -66,7 +66,7 @@ lr_scheduler:
 ckpt_path: null
 weights_only: null
 """
-#: What somebody wrote for a run on several devices.
+#: Config for a run on several devices.
 WRITTEN = f"""\
 seed_everything: 42
 trainer:
@@ -95,7 +95,7 @@ trainer:
     - lightning.pytorch.callbacks.RichModelSummary
 {OURS}data: {{class_path: tests.helpers.cli_tasks.Points}}
 """
-#: And what was written for an old version.
+#: Config for an old version.
 OLD = f"""\
 trainer:
   gpus: 1
@@ -114,7 +114,7 @@ trainer:
 {OURS}data: {{class_path: tests.helpers.cli_tasks.Points}}
 """
 
-#: What LightningCLI prints of callbacks: every argument of each.
+#: Callbacks that LightningCLI prints: every argument of each.
 PRINTED = f"""\
 seed_everything: true
 trainer:
@@ -194,7 +194,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def problems(config, capsys):
-    """What `lumen fit` says of a config, each with the key that it is about."""
+    """Return the problems that `lumen fit` reports for a config, each with its key."""
     Path("lightning.yaml").write_text(config)
     capsys.readouterr()
     assert main(["fit", "--config", "lightning.yaml"]) == 2
@@ -213,7 +213,7 @@ def runs(config):
 
 def test_the_config_that_lightning_saves(capsys):
     said = problems(SAVED, capsys)
-    assert said.keys() == {"lr_scheduler", "lr_scheduler.monitor"}  # what is as it is by default says nothing
+    assert said.keys() == {"lr_scheduler", "lr_scheduler.monitor"}  # a default value is not a problem
     assert said["lr_scheduler"] == (
         "lightning.pytorch.cli.ReduceLROnPlateau is a class of Lightning. Write "
         "torch.optim.lr_scheduler.ReduceLROnPlateau."
@@ -224,8 +224,8 @@ def test_the_config_that_lightning_saves(capsys):
     config["lr_schedule"] = {"monitor": "val_loss"}
     runs(config)
     saved = yaml.safe_load(Path("runs/edited/config.yaml").read_text())
-    assert type(saved["seed_everything"]) is int  # drawn
-    assert saved["trainer"]["log_every_n_steps"] == 50  # null is what is there by default
+    assert type(saved["seed_everything"]) is int  # a random seed
+    assert saved["trainer"]["log_every_n_steps"] == 50  # null means the default of Lumen
 
 
 def test_a_config_of_callbacks_loggers_and_names(capsys):
@@ -301,7 +301,7 @@ def test_a_config_with_every_argument_of_its_callbacks(capsys):
     for key in others:
         _, _, number, name = key.split(".")
         del trainer["callbacks"][int(number)]["init_args"][name]
-    del trainer["callbacks"][7]  # a search, which is not what is tried here
+    del trainer["callbacks"][7]  # a search, which this test leaves out
     runs(config)
     assert (Path("runs/edited") / "fit-perf.txt").is_file()
 

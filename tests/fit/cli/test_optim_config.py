@@ -1,4 +1,4 @@
-"""Whatever code can do with optimizers and schedules, a configuration can."""
+"""Optimizers and schedules in configs: a config can express everything that code can."""
 
 import math
 from functools import partial
@@ -38,7 +38,7 @@ trainer:
 
 
 class Layered(Line):
-    """A line through two blocks."""
+    """Line task with two blocks."""
 
     def __init__(self, width: int):
         super().__init__(width)
@@ -55,7 +55,7 @@ class Layered(Line):
 
 
 class Counted(Layered):
-    """Says how many units a batch holds."""
+    """Line task that returns the number of units in a batch."""
 
     def batch_weight(self, batch):
         return 10 * len(batch[0])
@@ -94,7 +94,7 @@ def test_config_sets_groups_lookahead_warmup_and_plateau(tmp_path):
         assert ours["initial_lr"] == pytest.approx(theirs["lr"]) if "initial_lr" in ours else True
         assert (ours["fused"], ours["betas"]) == (True, (0.8, 0.9))
     top = [0.1 * min(1.0, 0.25 + 0.75 * step / 8) for step in range(8)] + [0.1] * 10
-    plateau = [0.1] * 4 + [0.05] * 6  # watched from the first epoch on; the second ends after the warm-up and acts
+    plateau = [0.1] * 4 + [0.05] * 6  # watched from the first epoch on; acts after the warm-up
     found = rates(tmp_path / "runs/full")
     assert found[:8] == pytest.approx(top[:8])
     assert found[8:12] == pytest.approx(plateau[:4])
@@ -103,7 +103,7 @@ def test_config_sets_groups_lookahead_warmup_and_plateau(tmp_path):
 
 
 class Recorded(Layered):
-    """Keeps the gradients and the parameters of each step."""
+    """Line task that records the gradients and the parameters of each step."""
 
     def __init__(self, width: int):
         super().__init__(width)
@@ -210,7 +210,7 @@ def test_what_is_set_to_null_is_off():
     (optimizer,) = trainer.optimizers
     assert type(optimizer) is torch.optim.AdamW
     (group,) = optimizer.param_groups
-    assert len(group["params"]) == len(list(task.parameters())) - 1  # without the frozen one
+    assert len(group["params"]) == len(list(task.parameters())) - 1  # without the frozen parameter
 
 
 def test_any_torch_optimizer_can_be_split_into_groups():
@@ -306,7 +306,7 @@ lr_scheduler:
 
 
 class SeveralInPython(Layered):
-    """Moves its learning rate as `SEVERAL` says."""
+    """Task that changes its learning rate like `SEVERAL`."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), fused=True)

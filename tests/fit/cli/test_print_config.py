@@ -1,4 +1,4 @@
-"""What `--print_config=skip_default` prints does the same again."""
+"""Output of `--print_config=skip_default`: a config that repeats the run."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from lumen.cli import main
 from tests.helpers.cli import saved, write
 from tests.helpers.working_directory import CONFIG
 
-__all__ = ["CONFIG"]  # what the config_directory writes
+__all__ = ["CONFIG"]  # the file that config_directory writes
 pytestmark = pytest.mark.usefixtures("config_directory")
 
 WORDS = [
@@ -66,7 +66,7 @@ def test_it_has_what_differs_and_nothing_else(capsys):
 
 @pytest.mark.slow
 def test_evaluation_is_reproduced_by_non_default_config(capsys):
-    """With its checkpoint, its average and its output."""
+    """The config includes the checkpoint, the average and the output."""
     assert main(["fit", "--config", "line.yaml", *WORDS]) == 0
     for command, output in (("validate", "out.json"), ("test", "out.json"), ("predict", "out.jsonl")):
         words = [*WORDS, "--ckpt_path=runs/line", f"--output={output}"]

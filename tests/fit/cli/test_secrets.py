@@ -1,4 +1,4 @@
-"""Secrets: a run keeps references to the environment, and masks values under names that say what they are."""
+"""Secrets: a run records references to the environment, and masks values with names of secrets."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 class Secretive(Line):
-    """A line with secrets of its own."""
+    """Line task with secrets."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class Secretive(Line):
 
 
 class Needing(Line):
-    """A line that takes its label from the data."""
+    """Line task with a label linked from the data."""
 
     def __init__(self, width: int, label: str):
         super().__init__(width)
 
 
 class Guarded(Points):
-    """Data behind a password."""
+    """Data with a password."""
 
     def __init__(self, samples: int = 12, password: str = "", url: str = ""):
         super().__init__(samples=samples)
@@ -60,7 +60,7 @@ class Guarded(Points):
 
 
 class Noting(lumen.Logger):
-    """What a logger of hyperparameters is given."""
+    """Logger that records its hyperparameters."""
 
     given: dict
 
@@ -72,7 +72,7 @@ class Noting(lumen.Logger):
 
 
 def holding(value=VALUE, root="runs"):
-    """The files below a directory that hold a text."""
+    """Return the files below a directory that contain a text."""
     found = (path for path in Path(root).rglob("*") if path.is_file())
     return {path.name for path in found if value.encode() in path.read_bytes()}
 
@@ -118,7 +118,7 @@ def test_a_repeated_run_needs_the_variable(monkeypatch, capsys):
 
 
 def test_checkpoints_read_nothing_of_the_environment(monkeypatch):
-    """A checkpoint of a stranger may refer to any variable, and hand its value to any argument."""
+    """A stranger's checkpoint could refer to any variable and pass its value to any argument."""
     monkeypatch.setenv("SECRET", VALUE)
     fit("--model.label=${oc.env:SECRET}", "--data.password=${oc.env:SECRET}")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What the command shows of an error in a user's own code: the user's lines, and where the run stood."""
+"""Errors in a user's code, as the command shows them: the user's lines, and the step of the run."""
 
 import re
 import sys
@@ -85,7 +85,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 @pytest.fixture
 def shown(capsys, monkeypatch):
-    """Run a command as a process of its own does, and return what it shows of the error that ends it."""
+    """Run a command as in a separate process, and return the text that it shows of the final error."""
     monkeypatch.delitem(sys.modules, "failing", raising=False)
     monkeypatch.delenv("LUMEN_DEBUG", raising=False)
     Path("failing.py").write_text(CODE)
@@ -102,7 +102,7 @@ def shown(capsys, monkeypatch):
 
 
 def at(words):
-    """The number of the line of CODE that has these words."""
+    """Return the number of the line of CODE that contains a text."""
     (number,) = [number for number, line in enumerate(CODE.splitlines(), 1) if words in line]
     return number
 

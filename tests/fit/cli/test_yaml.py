@@ -1,5 +1,5 @@
-# ruff: noqa: E501 - a message stands on one line with what causes it
-"""YAML that would lose a setting, or the memory of the machine, is one error, wherever Lumen reads any."""
+# ruff: noqa: E501 - a message is on one line with its cause
+"""YAML that would lose a setting or use up the memory: one error, wherever Lumen reads YAML."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 @pytest.fixture
 def refused(capsys):
-    """What the command line says, in one line, about a config file, a file included after it, or words."""
+    """Return the error of the command line, on one line, for a config file, an included file, or an argument."""
 
     def run(*words, config=None):
         if config is not None:
@@ -32,14 +32,14 @@ def refused(capsys):
 
 
 def bomb(levels, width=9):
-    """Nine lines are a billion values."""
+    """Return nine lines of YAML that expand to a billion values."""
     lines = ["l0: &l0 [" + ", ".join(["lol"] * width) + "]"]
     for level in range(1, levels):
         lines.append(f"l{level}: &l{level} [" + ", ".join([f"*l{level - 1}"] * width) + "]")
     return "model: {init_args: {widths:\n  {" + ",\n   ".join(lines) + "}}}\n"
 
 
-# ---------------------------------------------------------------------- a key twice
+# ---------------------------------------------------------------------- duplicate keys
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_duplicate_key_in_saved_config_is_named(capsys):
         assert "runs/line/config.yaml: seed_everything is set twice, in lines 1 and " in capsys.readouterr().err
     assert main(["fit", "--config", "line.yaml", "--trainer.resume", "auto", "--trainer.max_steps", "3"]) == 0
     assert load_yaml(config.read_text())["trainer"]["max_steps"] == 3
-    assert Path("runs/line/config-1.yaml").read_text().endswith("seed_everything: 8\n")  # it is kept, as any other
+    assert Path("runs/line/config-1.yaml").read_text().endswith("seed_everything: 8\n")  # kept like any other value
 
 
 def test_merge_keys_and_aliases_follow_yaml():
@@ -88,7 +88,7 @@ def test_merge_keys_and_aliases_follow_yaml():
     assert (Spy.task.hparams.lr, Spy.trainer.optimizers[0].param_groups[0]["lr"]) == (0.25, 0.25)
 
 
-# ---------------------------------------------------------------------- more than can be meant
+# ---------------------------------------------------------------------- too many values
 
 
 def test_alias_bombs_raise_before_expansion(refused):
@@ -110,7 +110,7 @@ def test_as_many_as_are_said_may_be_repeated(monkeypatch):
     assert found["a"] == found["b"] == found["c"]
     with pytest.raises(yaml.YAMLError, match="aliases expand to more than 100 values"):
         load_yaml(half + "d: &d 1\ne: *d\n")
-    assert load_yaml(f"[{', '.join(['1'] * 1000)}]") == [1] * 1000  # written out there may be any number
+    assert load_yaml(f"[{', '.join(['1'] * 1000)}]") == [1] * 1000  # any number without aliases
 
 
 @pytest.mark.parametrize("config", ["a: &a [*a]\n", "a: &a {b: {c: *a}}\n", "model: &m {init_args: *m}\n"])
@@ -126,7 +126,7 @@ def test_deep_nesting_raises_before_stack_overflow(refused, nested):
     assert refused(config=nested).startswith(f"cannot read the config file second.yaml: {said}")
     if nested[0] in "[{":
         assert said in refused("--trainer.callbacks", nested)
-        widths = refused("--model.widths", nested)  # "[" is left to jsonargparse, for which it is no list then
+        widths = refused("--model.widths", nested)  # jsonargparse reads "[", and takes the value for text
         assert "expected a list of int" in widths if nested[0] == "[" else said in widths
 
 
@@ -152,7 +152,7 @@ def test_nesting_at_the_limit_is_accepted(capsys):
     assert load_yaml(Path("runs/line/config.yaml").read_text())["model"]["init_args"]["label"] == load_yaml(value)
 
 
-# ---------------------------------------------------------------------- what is no YAML
+# ---------------------------------------------------------------------- text that is not YAML
 
 
 @pytest.mark.parametrize(

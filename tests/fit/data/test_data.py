@@ -1,4 +1,4 @@
-"""Which sample comes when, what its augmentation draws, and which loaders are understood."""
+"""Order of samples, their augmentation, and the supported loaders."""
 
 import multiprocessing
 import operator
@@ -73,7 +73,7 @@ def test_a_billion_samples_are_shuffled_without_memory():
     tracemalloc.stop()
     assert peak < 2**20
     assert len(set(piece.tolist())) == 4096
-    assert 0 <= piece.min() < 10**7 < 99 * 10**7 < piece.max() < 10**9  # spread over everything
+    assert 0 <= piece.min() < 10**7 < 99 * 10**7 < piece.max() < 10**9  # spread over all samples
 
 
 @pytest.mark.parametrize("start_step", range(4))
@@ -104,7 +104,7 @@ def test_steps_cover_epoch_once_from_any_start(length, batch_size, step_size, dr
     ("batch_size", "workers", "accumulate"), [(4, 0, 1), (4, 2, 1), (7, 0, 1), (7, 2, 2), (20, 0, 1), (3, 0, 3)]
 )
 def test_order_depends_only_on_seed_and_epoch(tmp_path, shuffle, batch_size, workers, accumulate):
-    torch.manual_seed(batch_size)  # what was drawn before does not matter
+    torch.manual_seed(batch_size)  # earlier draws have no effect
     data = DataLoader(numbers(), batch_size, shuffle=shuffle, num_workers=workers)
     task = seen(tmp_path, data, max_epochs=3, accumulate_grad_batches=accumulate)
     for epoch in range(3):
@@ -135,7 +135,7 @@ def test_drop_last_drops_the_last_partial_batch(tmp_path, accumulate, steps):
 
 
 class Changed(Subset):
-    """A subset that augments, over data that cannot draw."""
+    """Subset that augments, over data that cannot draw."""
 
     def __getitem__(self, index):
         return super().__getitem__(index)[0] + torch.randn(()), index
@@ -150,7 +150,7 @@ class ChangedTogether(ConcatDataset):
 
 
 class Transformed(Dataset):
-    """Draws in each sample, wherever it lies."""
+    """Data set that draws in each sample, at any place among wrappers."""
 
     def __init__(self, samples=20, first=0):
         self.samples, self.first = samples, first
@@ -174,7 +174,7 @@ def collate_with_noise(samples):
 
 
 def by_index(task, epoch):
-    """What each sample drew, by its number: the last field."""
+    """Return the draws of each sample (its last field) by number."""
     drawn = {}
     for batch in task.epochs[epoch]:
         for value, index in zip(batch[0], batch[-1].tolist(), strict=True):
@@ -200,7 +200,7 @@ PER_BATCH = {
 
 @pytest.mark.parametrize("data", PER_SAMPLE)
 def test_augmentation_belongs_to_the_sample(tmp_path, data):
-    """It does not depend on workers or batches, repeats in a second run, and differs between epochs and samples."""
+    """Augmentation is equal for any workers and batches and in a second run, and differs between epochs and samples."""
     dataset, collate = PER_SAMPLE[data]
     runs = [
         seen(tmp_path, DataLoader(dataset, batch_size, shuffle=True, num_workers=workers, collate_fn=collate))
@@ -235,7 +235,7 @@ def test_another_seed_draws_something_else(tmp_path):
 
 
 class Seeds(Dataset):
-    """Each sample is the seed that torch's generator had when it was fetched."""
+    """Data set whose samples are the seed of torch's generator at their fetch."""
 
     def __len__(self):
         return 8
@@ -250,11 +250,11 @@ def test_samples_that_read_a_seed_are_seeded(tmp_path):
         assert len(set(task.samples(0)[:4])) == 4
 
 
-# ---------------------------------------------------------------------- the user's loader stays
+# ---------------------------------------------------------------------- attributes of the user's loader
 
 
 class Marked(Dataset):
-    """Each sample says which worker fetched it, and what `worker_init_fn` left."""
+    """Data set whose samples name the worker that fetched them and the mark of `worker_init_fn`."""
 
     mark = -1
 
@@ -268,7 +268,7 @@ class Marked(Dataset):
 
 
 class OddFirst(Sampler):
-    """A sampler of the user's own that draws from all three libraries."""
+    """Sampler of the user that draws from all three libraries."""
 
     def __iter__(self):
         shift = int(torch.randint(20, ())) + int(np.random.randint(20)) + random.randrange(20)
@@ -279,7 +279,7 @@ class OddFirst(Sampler):
 
 
 class MarkWorker:
-    """A `worker_init_fn` that sets the mark of its worker's data set and leaves a line for each call."""
+    """Callable `worker_init_fn` that sets the mark of its worker's data set and writes a line for each call."""
 
     def __init__(self, record):
         self.record = record
@@ -304,7 +304,7 @@ def test_a_worker_is_prepared_as_the_user_says(tmp_path, persistent, starts):
 
 
 class WorkerSeeds(Dataset):
-    """Each sample is the seed of the worker that fetched it."""
+    """Data set whose samples are the seed of the worker that fetched them."""
 
     def __len__(self):
         return 8
@@ -314,7 +314,7 @@ class WorkerSeeds(Dataset):
 
 
 def test_workers_get_seeds_of_their_own_that_repeat(tmp_path):
-    """For generators that a user makes in `worker_init_fn`: another stream for each worker and each epoch."""
+    """Generators that a user makes in `worker_init_fn` get a different stream for each worker and each epoch."""
     runs = [seen(tmp_path, DataLoader(WorkerSeeds(), 4, num_workers=2)) for _ in range(2)]
     first, second = [[task.samples(epoch)[::4] for epoch in range(2)] for task in runs]
     assert first == second
@@ -322,7 +322,7 @@ def test_workers_get_seeds_of_their_own_that_repeat(tmp_path):
 
 
 class Broken(Transformed):
-    """One of its samples cannot be fetched."""
+    """Data set with a sample that cannot be fetched."""
 
     def __init__(self, is_broken):
         super().__init__()
@@ -345,7 +345,7 @@ def test_workers_may_be_spawned(tmp_path):
 
 
 class Recorded(Dataset):
-    """Each sample leaves a line when it is loaded."""
+    """Data set that writes a line when it loads a sample."""
 
     def __init__(self, record):
         self.record = record
@@ -390,7 +390,7 @@ def test_a_loader_that_times_out_is_an_error(tmp_path):
 
 
 class Collating(lumen.DataModule):
-    """Its collate function is its own method, so that spawned workers get the data module too."""
+    """Data module whose collate function is its own method, so that spawned workers receive the data module."""
 
     def collate(self, samples):
         return default_collate(samples)
@@ -410,7 +410,7 @@ def test_spawned_workers_get_data_module_without_run(tmp_path):
 @pytest.mark.parametrize("fails", ["no", "step", "sample"])
 @pytest.mark.parametrize("sampler", [None, OddFirst])
 def test_no_worker_outlives_its_run(tmp_path, persistent, fails, sampler):
-    before = multiprocessing.active_children()  # other tests' processes
+    before = multiprocessing.active_children()  # processes of other tests
 
     class Failing(Seeing):
         def training_step(self, batch):
@@ -431,7 +431,7 @@ def test_no_worker_outlives_its_run(tmp_path, persistent, fails, sampler):
     assert set(multiprocessing.active_children()) <= set(before)
     assert trainer.num_training_batches == 5
     if fails != "sample":
-        assert len(list(data)) == 5  # it can be read again
+        assert len(list(data)) == 5  # the loader can be read again
         if persistent:
             data._iterator._shutdown_workers()
 
@@ -467,11 +467,11 @@ def test_dataset_error_is_raised_by_the_run(tmp_path, workers):
         seen(tmp_path, DataLoader(Broken(True), 4, num_workers=workers))
 
 
-# ---------------------------------------------------------------------- other loaders, read as they are
+# ---------------------------------------------------------------------- other loaders, read unchanged
 
 
 class BySize(Sampler):
-    """A batch sampler whose batches have one, two, three, ... samples, in random order."""
+    """Batch sampler with batches of one, two, three, ... samples, in random order."""
 
     def __iter__(self):
         order = torch.randperm(20).tolist()
@@ -482,7 +482,7 @@ class BySize(Sampler):
 
 
 class Stream(IterableDataset):
-    """A stream without a length, split over workers, that draws."""
+    """Stream without a length, split over workers, that draws random numbers."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -497,14 +497,14 @@ class CountedStream(Stream):
 
 
 class Batches:
-    """Any iterable of batches."""
+    """Iterable of batches."""
 
     def __iter__(self):
         return iter(torch.randperm(20).split(4))
 
 
 class Thinning(DataLoader):
-    """A loader that leaves out batches: its own iteration is kept."""
+    """Loader that skips batches: Lumen keeps its iteration."""
 
     def __iter__(self):
         return (batch for number, batch in enumerate(super().__iter__()) if number % 2)
@@ -543,7 +543,7 @@ OTHER_LOADERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHER_LOADERS)
 def test_a_loader_of_another_kind_repeats_and_resumes(tmp_path, kind):
-    """Two runs see the same batches, and so does one that goes on from the middle of an epoch or from its end."""
+    """Two runs see the same batches, and so does a run resumed in the middle or at the end of an epoch."""
     whole = seen(tmp_path, OTHER_LOADERS[kind](), max_epochs=3)
     again = seen(tmp_path, OTHER_LOADERS[kind](), max_epochs=3)
     expected = {epoch: plain(batches) for epoch, batches in whole.epochs.items()}
@@ -602,7 +602,7 @@ def test_batch_weight_defaults_to_first_dimension(tmp_path):
 
 
 class Fetching(Dataset):
-    """Gives many samples at once where a loader makes batches, and takes a list of indices as one index."""
+    """Data set that returns many samples at once in a loader of batches, and takes a list of indices as one index."""
 
     def __len__(self):
         return 12
@@ -616,7 +616,7 @@ class Fetching(Dataset):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_list_of_indices_may_be_one_item(tmp_path, workers):
-    """As torch does, Lumen asks for the items of batch_size=None by `__getitem__` alone."""
+    """Lumen, like torch, reads the items of batch_size=None by `__getitem__` alone."""
 
     def loader():
         sampler = BatchSampler(SequentialSampler(range(12)), 4, drop_last=False)
@@ -629,7 +629,7 @@ def test_a_list_of_indices_may_be_one_item(tmp_path, workers):
 
 
 class Graphs:
-    """A batch of a class in which Lumen finds no tensors, such as PyTorch Geometric's."""
+    """Batch of a class in which Lumen finds no tensors, like PyTorch Geometric's."""
 
     def __init__(self, size):
         self.nodes = torch.ones(size)
@@ -644,22 +644,22 @@ def test_a_warning_says_how_batches_are_counted(tmp_path, caplog):
 
 
 class Unsized:
-    """Raises an error for its length, as PyTorch Geometric's batch samplers do."""
+    """Base class whose length raises an error, like PyTorch Geometric's batch samplers."""
 
     def __len__(self):
         raise ValueError("the number of steps is ambiguous")
 
 
 class UnsizedBatches(Unsized, BySize):
-    """Batches of varying size."""
+    """Batch sampler with batches of varying size."""
 
 
 class UnsizedStream(Unsized, Stream):
-    """A stream that draws."""
+    """Stream that draws random numbers."""
 
 
 class UnsizedNumbers(Unsized, Dataset):
-    """Map-style data."""
+    """Map-style data of numbers."""
 
     def __getitem__(self, index):
         return index
@@ -717,7 +717,7 @@ def test_global_batch_is_cut_from_a_user_sampler(tmp_path):
     assert [len(batch[0]) for batch in task.epochs[0]] == [4, 4, 2, 4, 4, 2]
 
 
-# ---------------------------------------------------------------------- nothing to read
+# ---------------------------------------------------------------------- empty data
 
 
 class Silent(IterableDataset):
@@ -775,7 +775,7 @@ def test_known_empty_loader_raises_before_writing(tmp_path):
 
 
 class Buffer(Dataset):
-    """Has what it was given."""
+    """Data set over a given list."""
 
     def __init__(self):
         self.samples = []
@@ -805,7 +805,7 @@ def test_buffer_may_be_filled_at_training_start(tmp_path, hook, fills):
 
 
 class Logging(Seeing):
-    """Logs in every stage."""
+    """Task that logs in every stage."""
 
     def training_step(self, batch):
         self.log("loss", 1.0)
@@ -828,7 +828,7 @@ def test_an_empty_evaluation_loader_is_one_warning(tmp_path, kind, caplog):
     assert caplog.text.count("is empty") == 1
     assert f"the loader bad to validate is empty: {why}" in caplog.text
     assert set(trainer.callback_metrics) == {"val_loss/good", "loss"}
-    for stage in ("validate", "test", "predict") if kind != "an empty list" else ():  # that is no loader
+    for stage in ("validate", "test", "predict") if kind != "an empty list" else ():  # an object that is not a loader
         caplog.clear()
         getattr(trainer, stage)(Logging(), make())
         assert caplog.text.count(f"the loader to {stage} is empty: {why}") == 1
@@ -853,11 +853,11 @@ def test_one_pass_iterator_raises_in_second_epoch(tmp_path):
     assert [len(task.epochs[epoch]) for epoch in range(3)] == [2, 2, 2]
 
 
-# ---------------------------------------------------------------------- StopIteration is no end of the data
+# ---------------------------------------------------------------------- StopIteration in a sample does not end the data
 
 
 class Stopping(Dataset):
-    """Raises StopIteration at one of its samples, as a `next` on an empty iterator does."""
+    """Data set that raises StopIteration at one sample, like `next` on an empty iterator."""
 
     def __len__(self):
         return 20
@@ -915,14 +915,14 @@ def test_stop_iteration_in_data_raises(tmp_path, kind, workers, stage):
     with pytest.raises(DataError, match=message) as caught:
         getattr(bare_trainer(tmp_path, **options), stage)(task, make(num_workers=workers))
     shown = "".join(traceback.format_exception(caught.value))
-    assert "next(iter(()))" in shown  # where it was raised is to be seen
+    assert "next(iter(()))" in shown  # the traceback names the place of the error
 
 
 # ---------------------------------------------------------------------- iterables that are their own iterators
 
 
 class Restarting:
-    """Its `__iter__` begins anew and returns itself, as a prefetcher's does."""
+    """Iterator whose `__iter__` restarts and returns itself, like a prefetcher's."""
 
     def __init__(self, batches=5):
         self.batches, self.at = batches, 0
@@ -942,7 +942,7 @@ class Restarting:
 
 
 class Exhausted(Restarting):
-    """One that only seems to."""
+    """Iterator that only seems to restart."""
 
     def __iter__(self):
         assert self.batches
@@ -955,7 +955,7 @@ class Once(Restarting):
 
 
 class Validated(Seeing):
-    """Keeps the batches of each validation."""
+    """Task that records the batches of each validation."""
 
     def on_validation_epoch_start(self):
         self.validated = [*getattr(self, "validated", []), []]
@@ -972,7 +972,7 @@ def test_restarting_loader_that_returns_itself_works(tmp_path, limit):
     trainer = bare_trainer(tmp_path, max_epochs=3, limit_train_batches=limit, limit_val_batches=limit)
     trainer.fit(task, Restarting(), Restarting())
     assert [task.samples(epoch) for epoch in range(3)] == [all_of_it] * 3
-    assert task.validated == [[1.0, 2.0]] + [all_of_it] * 3  # the sanity check first
+    assert task.validated == [[1.0, 2.0]] + [all_of_it] * 3  # the sanity check is first
     task.validated = []
     for _ in range(2):
         trainer.validate(task, loader := Restarting())
@@ -1009,7 +1009,7 @@ def test_shared_loader_within_an_epoch_raises(tmp_path):
 
 
 class RestartingIndices:
-    """A sampler that is its own iterator."""
+    """Sampler that is an iterator."""
 
     def __init__(self, indices):
         self.indices = indices

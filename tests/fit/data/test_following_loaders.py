@@ -1,4 +1,4 @@
-"""Data that follows from what is trained, as what a policy meets does: it is read when the step before is done."""
+"""Data that depends on training, like the experience of a policy: read after the step before is done."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Every kind of loader: which samples come, what they draw, what is read again on resume, and what is refused."""
+"""Loaders of every kind: their samples, random numbers and resume, and the refused ones."""
 
 import math
 import multiprocessing
@@ -41,11 +41,11 @@ from tests.helpers.pages import snippets
 from tests.helpers.streams import Buffered
 from tests.helpers.tasks import Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
 
-# ---------------------------------------------------------------------- samplers and batch samplers of the user's
+# ---------------------------------------------------------------------- samplers and batch samplers of the user
 
 
 class Counted(Dataset):
-    """Counts what is loaded, and draws."""
+    """Data set that counts loaded samples and draws."""
 
     def __init__(self, samples=20):
         self.loaded = []
@@ -60,7 +60,7 @@ class Counted(Dataset):
 
 
 class Sizes(Sampler):
-    """Batches of one, two, three, four, one, ... random samples."""
+    """Batch sampler with batches of one, two, three, four, one, ... random samples."""
 
     def __init__(self, samples=20):
         self.samples = samples
@@ -75,7 +75,7 @@ class Sizes(Sampler):
 
 
 class Numpy(Sampler):
-    """Draws from generators of its own: numpy's, new and old."""
+    """Sampler that draws from its generators: numpy's, new and old."""
 
     def __init__(self):
         self.new, self.old = np.random.default_rng(), np.random.RandomState()
@@ -105,7 +105,7 @@ def test_resume_loads_no_consumed_samples(tmp_path, kind):
     resumed = seen(tmp_path, INDEXED[kind](data), max_epochs=2, resume=path)
     assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[3:]
     sizes = [torch.as_tensor(batch).numel() for batch in whole.epochs[1][3:]]
-    assert len(data.loaded) == sum(sizes) + sizes[0]  # The first batch draws, so it is made again.
+    assert len(data.loaded) == sum(sizes) + sizes[0]  # The first batch draws random numbers, so Lumen makes it again.
     assert plain(whole.epochs[0]) != plain(whole.epochs[1])
 
 
@@ -164,7 +164,7 @@ def test_endless_sampler_needs_only_a_limit(tmp_path):
 
 
 class Epochs:
-    """Notes the epochs it is told."""
+    """Sampler that records the epochs of set_epoch."""
 
     told = None
 
@@ -200,7 +200,7 @@ def test_whatever_wants_to_know_the_epoch_is_told(tmp_path):
 
 
 def test_distributed_sampler_is_replaced(tmp_path):
-    """Lumen shards the samples itself."""
+    """Lumen shards the samples without it."""
     data = numbers(20)
     sampler = DistributedSampler(data, num_replicas=2, rank=1)
     task = seen(tmp_path, DataLoader(data, 4, sampler=sampler))
@@ -227,7 +227,7 @@ def test_a_generators_seed_decides_the_order(tmp_path, kept_by):
 
 
 class Nested(Sampler):
-    """Draws lazily from a generator in a list, and from what another sampler keeps."""
+    """Sampler that draws lazily from a generator in a list, and from the state of another sampler."""
 
     def __init__(self, samples=20):
         self.samples = samples
@@ -246,7 +246,7 @@ def own():
 
 
 def resumed_everywhere(tmp_path, fit, **options):
-    """Train whole, then go on from a checkpoint of each step: what is seen afterwards is the same."""
+    """Train without interruption, then resume from a checkpoint of each step: the later batches are equal."""
     whole = fit(**options)
     assert whole.global_steps
     for step in range(1, whole.global_steps):
@@ -260,7 +260,7 @@ def resumed_everywhere(tmp_path, fit, **options):
 
 
 class Tracked(Seeing):
-    """Validates, may skip the rest of an epoch, and counts."""
+    """Task that validates, may skip the rest of an epoch, and counts."""
 
     def __init__(self, skip=None):
         super().__init__()
@@ -353,7 +353,7 @@ class Endless(Dataset):
         return index
 
 
-# ---------------------------------------------------------------------- what cannot go on
+# ---------------------------------------------------------------------- loaders that cannot resume
 
 
 def test_other_loader_kind_in_mid_epoch_raises(tmp_path):
@@ -410,16 +410,16 @@ def test_more_data_is_accepted_at_next_epoch(tmp_path):
     assert len(task.samples(1)) == 24
 
 
-# ---------------------------------------------------------------------- other data than before
+# ---------------------------------------------------------------------- changed data
 
 
 def split(seed, samples=100):
-    """Training and validation data."""
+    """Return training and validation data."""
     return random_split(numbers(samples), [0.8, 0.2], generator=torch.Generator().manual_seed(seed))
 
 
 class Kept(Dataset):
-    """Keeps a part as an attribute, as data sets with transforms do."""
+    """Data set that keeps a part as an attribute, like data sets with transforms."""
 
     def __init__(self, part):
         self.part = part
@@ -484,7 +484,7 @@ def test_random_split_in_setup_is_stable_across_resumes(tmp_path, caplog):
 
 
 class Replay(lumen.DataModule):
-    """Its data has another length in every epoch, and more comes in the middle of one."""
+    """Replay buffer with another length in every epoch, and more samples in the middle of an epoch."""
 
     def __init__(self, lengths=(8, 14, 5), in_epoch=0, sampler=None, **options):
         self.samples, self.lengths, self.in_epoch = list(range(lengths[0])), lengths, in_epoch
@@ -505,7 +505,7 @@ class Replay(lumen.DataModule):
 
 
 class Resizing(Tracked):
-    """Brings the data to the length of the epoch that comes, and lets it grow by one sample in every step."""
+    """Task that resizes the data for the next epoch, and adds one sample in every step."""
 
     def __init__(self, hook="on_train_epoch_end"):
         super().__init__()
@@ -578,7 +578,7 @@ def test_validation_data_may_grow(tmp_path):
 @pytest.mark.parametrize("options", WORKERS[:2], ids=["no workers", "workers"])
 def test_data_shrinking_in_mid_epoch_raises(tmp_path, options):
     data = Replay((8,), -3, sampler=lambda samples: range(len(samples)))
-    if options:  # which have a copy: their sampler counts too far
+    if options:  # workers have a copy: their sampler counts too far
         data = Replay((8,), sampler=lambda samples: range(9), **options)
     with pytest.raises(DataError, match=r"epoch needs sample \d, but list has only [258] samples"):
         bare_trainer(tmp_path, max_epochs=1).fit(Resizing(), data)
@@ -602,7 +602,7 @@ def test_index_error_of_a_dataset_passes_through(tmp_path):
 
 
 class Counting(IterableDataset):
-    """A stream that knows where it stands."""
+    """Stream that knows its position."""
 
     def __init__(self):
         self.place, self.read = 0, 0
@@ -622,7 +622,7 @@ class Counting(IterableDataset):
 
 
 class CountingBatches(Counting):
-    """The same as a loader of its own: an iterable of batches."""
+    """Loader of the user with a position: an iterable of batches."""
 
     def __iter__(self):
         for sample in super().__iter__():
@@ -651,7 +651,7 @@ def test_stateful_stream_resumes_from_its_state(tmp_path, kind, accumulate):
 
 
 class BufferedBatches(Buffered):
-    """The same as a loader of its own."""
+    """Loader of the user with a shuffle buffer."""
 
     def __iter__(self):
         return (torch.tensor([sample]) for sample in super().__iter__())
@@ -747,7 +747,7 @@ def test_a_stateful_loader_is_not_read_again(tmp_path):
 
     path, data = tmp_path / "step", Watching()
     seen(tmp_path, data, max_epochs=3)
-    assert data.loads == 0  # where nothing was cut, nothing is loaded
+    assert data.loads == 0  # no epoch was cut, so no state is loaded
     seen(tmp_path, Watching(), max_steps=25, callbacks=[Saving(25, path)])
     data = Watching()
     seen(tmp_path, data, max_epochs=2, resume=path)
@@ -820,7 +820,7 @@ def test_digests_of_batches_depend_on_values_alone(batch):
 
 
 class KeepsIterator(DataLoader):
-    """Has one iterator for all epochs, as timm's MultiEpochsDataLoader."""
+    """Loader with one iterator for all epochs, like timm's MultiEpochsDataLoader."""
 
     def __iter__(self):
         self.kept = vars(self).get("kept") or super().__iter__()
@@ -835,7 +835,7 @@ def test_overfitting_on_changing_batches_is_reported(tmp_path, caplog, kind, war
 
 
 def test_a_shuffle_buffer_of_hugging_face_resumes_exactly(tmp_path, caplog):
-    """The buffer is not part of the state of its data set."""
+    """The state of its data set lacks the buffer."""
 
     def shuffled():
         stream = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
@@ -854,7 +854,7 @@ def numbers_of(samples):
 
 
 class Plainly(IterableDataset):
-    """Has no state, and divides itself among workers."""
+    """Stream without a state that divides itself among workers."""
 
     def __init__(self, samples=24):
         self.samples = samples
@@ -866,7 +866,7 @@ class Plainly(IterableDataset):
 
 
 class Cut:
-    """Batches of a class that says nothing of them."""
+    """Loader of batches of a class without a state."""
 
     def __init__(self, size):
         self.size = size
@@ -876,7 +876,7 @@ class Cut:
 
 
 class StatefulCut(Cut):
-    """Counts what it has given, as the warning says."""
+    """Loader that counts its batches, as the warning proposes."""
 
     place = 0
 
@@ -900,14 +900,14 @@ def torchdatas(data, workers):
 
 
 def documented():
-    """The stream with a state that the page on loaders shows."""
+    """Return the stream with a state that the page on loaders shows."""
     given = {"torch": torch}
     exec(snippets()[1], given)
     return given["Numbers"](24)
 
 
 def resumed_by_steps(tmp_path, make):
-    """The batches of a run that is killed after every third step, by epoch."""
+    """Return the batches of a run that is killed after every third step, by epoch."""
     parts = {0: [], 1: []}
     for end in (3, 6, 9, 12):
         options = {"max_steps": end, "callbacks": [Saving(end, tmp_path / f"step-{end}")], "log_level": "WARNING"}
@@ -959,7 +959,7 @@ def test_advice_for_streams_without_state_works(tmp_path, caplog, kind):
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_torchdata_loader_with_stateless_stream_resumes(tmp_path, caplog, workers):
-    """torchdata's own state of such a stream fails when it is restored for the second time."""
+    """torchdata's state of such a stream fails when it is restored for the second time."""
     whole = seen(tmp_path, torchdatas(Plainly(), workers))
     parts = resumed_by_steps(tmp_path, lambda: torchdatas(Plainly(), workers))
     assert parts == {epoch: plain(batches) for epoch, batches in whole.epochs.items()}
@@ -967,7 +967,7 @@ def test_torchdata_loader_with_stateless_stream_resumes(tmp_path, caplog, worker
 
 
 class Late(Plainly):
-    """The first worker waits until the second worker has made a batch."""
+    """Data set whose first worker waits until the second worker has made a batch."""
 
     def __init__(self, path):
         super().__init__(8)
@@ -984,7 +984,7 @@ class Late(Plainly):
 
 
 class Delegating(DataLoader):
-    """A loader whose workers start with the first batch."""
+    """Loader that delegates to one whose workers start with the first batch."""
 
     def __iter__(self):
         yield from super().__iter__()
@@ -992,7 +992,7 @@ class Delegating(DataLoader):
 
 @pytest.mark.parametrize("kind", [DataLoader, Delegating])
 def test_batches_of_a_streams_workers_come_in_order(tmp_path, caplog, kind):
-    """Ranks that read a stream, and resumed runs that read a stream again, must find the same batches."""
+    """Ranks that read a stream, and resumed runs that read a stream again, must get the same batches."""
     loader = kind(Late(tmp_path / "made"), 2, num_workers=2, in_order=False)
     task = seen(tmp_path, loader, max_epochs=1, log_level="WARNING")
     assert plain(task.epochs[0]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -1064,7 +1064,7 @@ EXPECTED = {
 
 
 class Structures(Seeing):
-    """Keeps the structure of its batches, and which loader they came from."""
+    """Task that records the structure of its batches, and their loaders."""
 
     def training_step(self, batch, batch_idx, dataloader_idx):
         self.epochs.setdefault(self.current_epoch, []).append((batch, dataloader_idx))
@@ -1092,7 +1092,7 @@ def test_several_loaders_are_read_together(tmp_path, mode, structure):
 
 
 def contents(batch):
-    """A nested batch with what its tensors hold."""
+    """Return a nested batch with the values of its tensors."""
     if isinstance(batch, dict):
         return {key: contents(part) for key, part in batch.items()}
     nested = isinstance(batch, list) and not all(isinstance(part, torch.Tensor) for part in batch)
@@ -1259,7 +1259,7 @@ def test_named_validation_loaders_give_named_values(tmp_path):
     assert (set(clean), set(noisy)) == ({"mean/clean", "both"}, {"mean/noisy", "both"})
 
 
-# ---------------------------------------------------------------------- the same batches, and new loaders
+# ---------------------------------------------------------------------- the same batches, and reloaded loaders
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "weighted", "batches of varying size"])
@@ -1276,7 +1276,7 @@ def test_overfitting_repeats_the_same_batches_in_every_epoch(tmp_path, kind):
     batches = [plain(task.epochs[epoch]) for epoch in range(3)]
     assert batches[0] == batches[1] == batches[2]
     assert len(batches[0]) == 2
-    assert task.validated == 2 + 3 * 2  # the sanity check too
+    assert task.validated == 2 + 3 * 2  # including the sanity check
 
 
 def test_overfit_fraction_counts_batches_per_loader(tmp_path):
@@ -1286,7 +1286,7 @@ def test_overfit_fraction_counts_batches_per_loader(tmp_path):
 
 
 class Growing(Seeing):
-    """Its loader grows with the epoch in which it is made."""
+    """Task whose loader grows with the epoch."""
 
     def __init__(self):
         super().__init__()
@@ -1354,7 +1354,7 @@ def test_a_batch_may_be_a_list_of_samples(tmp_path):
 
 
 class Own:
-    """A batch of a class that nobody knows, which pins itself."""
+    """Batch of an unknown class, which pins itself."""
 
     def __init__(self, samples):
         self.numbers, self.pinned = torch.stack([sample[0] for sample in samples]), 0
@@ -1371,7 +1371,7 @@ def test_custom_batch_uses_its_pin_memory_method(tmp_path, monkeypatch, pins):
             self.epochs.setdefault(self.current_epoch, []).append(batch.pinned)
             return self.weight * batch.numbers.double().mean()
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # what decides whether to pin
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # these two decide whether to pin
     owned = Owned()
     bare_trainer(tmp_path, max_epochs=1).fit(owned, DataLoader(numbers(20), 8, collate_fn=Own, pin_memory=pins))
     assert owned.epochs[0] == [pins] * 3
@@ -1395,7 +1395,7 @@ def setNumThreads(number):
 
 @pytest.fixture
 def opencv(tmp_path, monkeypatch):
-    """OpenCV, or where it is not installed a package that reads the same variable when it is imported."""
+    """Return OpenCV, or without it a package that reads the same variable on import."""
     if find_spec("cv2") is None:
         (folder := tmp_path / "packages").mkdir()
         (folder / "cv2.py").write_text(OPENCV)
@@ -1405,7 +1405,7 @@ def opencv(tmp_path, monkeypatch):
 
 
 class Threads(Dataset):
-    """How many threads the libraries of a worker may use, those that it imports later too."""
+    """Data set that returns the number of threads of a worker's libraries, imported before or later."""
 
     def __len__(self):
         return 4
@@ -1453,7 +1453,7 @@ def test_stuck_worker_ends_with_the_run(tmp_path):
         def training_step(self, batch):
             raise ZeroDivisionError
 
-    before = multiprocessing.active_children()  # other tests' processes
+    before = multiprocessing.active_children()  # processes of other tests
     with pytest.raises(ZeroDivisionError):
         bare_trainer(tmp_path, max_epochs=1).fit(Failing(), DataLoader(Stuck(), 4, num_workers=1))
     assert set(multiprocessing.active_children()) <= set(before)
@@ -1468,7 +1468,7 @@ def test_user_worker_init_fn_runs_last(tmp_path, opencv):
     assert max(task.samples(0)) == (2 if any(pool["num_threads"] for pool in threadpool_info()) else 1)
 
 
-# ---------------------------------------------------------------------- several, by hand
+# ---------------------------------------------------------------------- several loaders in manual optimization
 
 
 def tens(batch):

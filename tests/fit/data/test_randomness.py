@@ -1,4 +1,4 @@
-"""What is drawn: by torch, numpy and `random`, in every stage and of every loader, independent and the same again."""
+"""Random numbers of torch, numpy and `random` in every stage and loader: independent, and repeatable."""
 
 import pickle
 import random
@@ -27,21 +27,21 @@ from tests.helpers.tasks import Saving, Seeing, bare_trainer, plain, seen
 
 # ---------------------------------------------------------------------- the generators of torch, numpy and `random`
 
-BITS = 24  # of more, torch and numpy make a number in different ways
+BITS = 24  # with more bits, torch and numpy make a number in different ways
 
 
 def first_words():
-    """The first number that each global generator draws, of `BITS` bits."""
+    """Return the first number of `BITS` bits that each global generator draws."""
     return [int(torch.randint(0, 2**BITS, ())), int(np.random.randint(0, 2**BITS)), random.getrandbits(BITS)]
 
 
 def bits_of(words):
-    """The bits of every word: float64 of shape (words, BITS)."""
+    """Return the bits of every word as float64 of shape (words, BITS)."""
     return (np.asarray(words)[:, None] >> np.arange(BITS) & 1).astype(np.float64)
 
 
 def assert_independent(columns):
-    """No bit of a column is related to any other bit, nor are two columns equal more often than chance makes them."""
+    """Assert that the bits of a column are unrelated, and that two columns are rarely equal, as by chance."""
     samples, bits = len(columns[0]), np.concatenate([bits_of(column) for column in columns], axis=1)
     correlation = np.corrcoef(bits, rowvar=False) - np.eye(BITS * len(columns))
     assert np.abs(correlation).max() < 6 / samples**0.5
@@ -54,7 +54,7 @@ def assert_independent(columns):
 
 
 def drawn(draw, keys=20_000):
-    """What a function draws for each of many keys: shape (what it draws, keys)."""
+    """Return the draws of a function for each of many keys, of shape (draws, keys)."""
     rows = []
     for number in range(keys):
         seed_generators(make_key(7, Domain.SAMPLE, 0, number))
@@ -91,7 +91,7 @@ def test_draws_of_different_libraries_are_uncorrelated(kind):
 
 
 class Words(Dataset):
-    """Each sample is its index and the first words of the three generators."""
+    """Data set whose samples are their index and the first words of the three generators."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -104,7 +104,7 @@ class Words(Dataset):
 
 
 class Stream(IterableDataset):
-    """Batches drawn as they come: nothing in them is data."""
+    """Stream of batches that are drawn at reading, without stored data."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -115,7 +115,7 @@ class Stream(IterableDataset):
 
 
 class Choosing(Sampler):
-    """Draws which samples come, from a generator of its own."""
+    """Sampler that draws samples from its generator."""
 
     def __init__(self, samples):
         self.samples, self.generator = samples, np.random.default_rng(1)
@@ -128,7 +128,7 @@ class Choosing(Sampler):
 
 
 class Looking(Seeing):
-    """Keeps what every pass of every stage and loader is given."""
+    """Task that records every pass of every stage and loader."""
 
     def __init__(self):
         super().__init__()
@@ -170,7 +170,7 @@ LOADERS = {
 
 
 def look(tmp_path, make, samples):
-    """Train for two epochs, validating after each, then validate, test and predict with loaders made anew."""
+    """Train for two epochs with a validation after each; then validate, test and predict with new loaders."""
     task = Looking()
     trainer = bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
     trainer.fit(task, make(samples), val_dataloaders=[make(samples), make(samples)])
@@ -185,7 +185,7 @@ STAGES += [("validate 0", 0), ("validate 1", 0)]
 
 @pytest.fixture(scope="module", params=LOADERS)
 def looked(request, tmp_path_factory):
-    """What a kind of loader gave in all stages."""
+    """Return the records of one kind of loader in all stages."""
     return request.param, look(tmp_path_factory.mktemp("looked"), LOADERS[request.param], 32)
 
 
@@ -194,7 +194,7 @@ def test_stages_and_loaders_draw_different_numbers(looked):
     kind, task = looked
     rows = [task.rows(name, number) for name, number in STAGES]
     words = [set(each[:, 1:].flatten().tolist()) for each in rows]
-    assert all(len(each) >= 95 for each in words)  # of 24 bits, some come twice
+    assert all(len(each) >= 95 for each in words)  # with 24 bits, some numbers occur twice
     assert len(set.union(*words)) >= 96 * len(STAGES) - 2
     if kind in ("shuffled", "a sampler", "a sampler with a generator"):
         orders = {tuple(each[:, 0].tolist()) for each in rows}
@@ -206,7 +206,7 @@ def test_every_validation_draws_alike_after_the_fit_too(looked):
     for loader in ("validate 0", "validate 1"):
         first = task.rows(loader, 0)
         assert torch.equal(first, task.rows(loader, 1))
-        assert torch.equal(first, task.rows(loader, 2))  # by trainer.validate
+        assert torch.equal(first, task.rows(loader, 2))  # from trainer.validate
 
 
 @pytest.mark.slow
@@ -248,11 +248,11 @@ def test_the_largest_seed_trains(tmp_path):
     assert {row[0] for row in task.samples(0)} == {0, 1, 2, 3}
 
 
-# ---------------------------------------------------------------------- generators that objects keep
+# ---------------------------------------------------------------------- generators in objects
 
 
 class Slotted:
-    """Keeps a generator where no dictionary of attributes has it."""
+    """Data set with a generator in a slot, outside of `__dict__`."""
 
     __slots__ = ("__mine",)
 
@@ -265,7 +265,7 @@ class Slotted:
 
 @dataclass
 class Recipe:
-    """Keeps a generator as a field."""
+    """Data class with a generator as a field."""
 
     generator: object
 
@@ -274,7 +274,7 @@ class Recipe:
 
 
 class Compose:
-    """Transforms one after the other; the last one's number counts."""
+    """Transforms in sequence; the number of the last one counts."""
 
     def __init__(self, *transforms):
         self.transforms = transforms
@@ -284,7 +284,7 @@ class Compose:
 
 
 def draw(generator):
-    """A number of 24 bits from any kind of generator."""
+    """Return a number of 24 bits from any kind of generator."""
     if isinstance(generator, torch.Generator):
         return int(torch.randint(0, 2**BITS, (), generator=generator))
     if isinstance(generator, random.Random):
@@ -306,7 +306,7 @@ def from_a_global_variable():
 
 
 class ByClass:
-    """Its generator is the class's."""
+    """Transform whose class holds the generator."""
 
     generator = np.random.RandomState(3)
 
@@ -333,7 +333,7 @@ PLACES = {
 
 
 class Transformed(Dataset):
-    """Each sample is its index and what a transform draws."""
+    """Data set whose samples are their index and the draw of a transform."""
 
     def __init__(self, transform, samples=16):
         self.transform, self.samples = transform, samples
@@ -346,7 +346,7 @@ class Transformed(Dataset):
 
 
 class Lazy(Transformed):
-    """Makes its generator when it first needs one, as is told for workers."""
+    """Transform that makes its generator at its first use, as recommended for workers."""
 
     def __init__(self, samples=16):
         super().__init__(None, samples)
@@ -477,7 +477,7 @@ def test_kept_generators_are_put_back_after_a_run(tmp_path):
 
 
 class Numbers(IterableDataset):
-    """A stream of what generators draw, in turn."""
+    """Stream of numbers from generators, in turn."""
 
     def __init__(self, *generators):
         self.generators = generators
@@ -488,7 +488,7 @@ class Numbers(IterableDataset):
 
 
 class Halves(Sampler):
-    """Batches of two from each half of the data, each shuffled by a sampler with a generator of its own."""
+    """Batch sampler of two samples from each half of the data; a sampler with its generator shuffles each half."""
 
     def __init__(self, first, second):
         self.samplers = [SubsetRandomSampler(range(16), first), SubsetRandomSampler(range(16, 32), second)]
@@ -508,7 +508,7 @@ def test_sampler_generators_draw_independently_by_their_seeds(tmp_path):
         return [batch[0].tolist() for epoch in seen(tmp_path, data).epochs.values() for batch in epoch]
 
     one_and_two = batches(1, 2)
-    assert sum(second - first == 16 for first, second in one_and_two) < 8  # of 32
+    assert sum(second - first == 16 for first, second in one_and_two) < 8  # of 32 values
     assert one_and_two == batches(1, 2)
     assert one_and_two != batches(1, 3)
     assert sum(second - first == 16 for first, second in batches(1, 1)) < 8
@@ -523,11 +523,11 @@ def test_stream_generators_draw_independently_by_their_seeds(tmp_path):
         assert all(first != second for first, second in rows)
         assert [rows] == numbers(make(1), make(2))
         assert [rows] != numbers(make(1), make(3))
-    assert numbers(np.random.default_rng()) == numbers(np.random.default_rng())  # it has no seed to go by
+    assert numbers(np.random.default_rng()) == numbers(np.random.default_rng())  # without a seed to derive one from
 
 
 class Deeper(Sampler):
-    """Shuffles by a generator that something else keeps for it."""
+    """Sampler that shuffles by a generator in another object."""
 
     def __init__(self, keeper):
         self.keeper = keeper
@@ -573,5 +573,5 @@ def test_pickled_dataset_rekeys_generators_in_worker():
     drawn_here = here.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False))
     there = pickle.loads(pickle.dumps(here))
     assert not there.kept_generators.generators
-    there.should_watch = True  # as it travels: before anything is read
+    there.should_watch = True  # pickled before any sample is read
     assert torch.equal(there.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False)), drawn_here)

@@ -1,4 +1,4 @@
-"""Samples are seeded once one draws: what they draw is what it would be, had all been seeded from the beginning."""
+"""Lazy seeding of samples: once a sample draws, its draws equal the draws of a run that seeds all samples."""
 
 import random
 import types
@@ -17,7 +17,7 @@ from lumen.random import Domain, seed_generators, seed_unless_unused
 from tests.helpers.tasks import Saving, Seeing, bare_trainer, seen
 
 helpers = types.ModuleType("helpers_of_a_user")
-exec(  # as a file of the user's
+exec(  # like a file of the user
     """
 import torch
 
@@ -87,7 +87,7 @@ def raises_or_draws(index):
     return np.random.rand()
 
 
-#: What a sample draws.
+#: Draws of a sample, by kind.
 SAMPLES = {
     "nothing": lambda index: index * 0.5,
     "from torch": lambda index: float(torch.rand(())),
@@ -128,13 +128,13 @@ class Samples(Dataset):
 
 
 class Seeded(Samples):
-    """The same, and keeps a generator: then all samples are seeded."""
+    """Data set that also keeps a generator: then Lumen seeds all samples."""
 
     kept = random.Random()
 
 
 class Moving(Seeing):
-    """Leaves the generators in many states."""
+    """Task that leaves the generators in many states."""
 
     def training_step(self, batch):
         random.gauss(0, 1)
@@ -177,7 +177,7 @@ def test_workers_give_samples_as_if_all_were_seeded(tmp_path, draw, persistent):
 
 
 class Drawn:
-    """A sample of a class for which a user has told torch how to make batches."""
+    """Sample of a class with a collate function of the user."""
 
     def __init__(self, index, draw):
         self.index = index
@@ -215,7 +215,7 @@ def test_batches_are_as_if_all_were_seeded(tmp_path, monkeypatch, kind):
 
 
 def seeds_of_a_batch(tmp_path, monkeypatch, data):
-    """How often a loader that makes ten batches seeds the generators, for each of them."""
+    """Return how often a loader of ten batches seeds the generators, for each batch."""
     keys, seed = [], np.random.seed
     monkeypatch.setattr("lumen.random._seed_numpy", lambda key: (keys.append(key), seed(key)))
     seen(tmp_path, DataLoader(data, 4), max_epochs=1)
@@ -243,7 +243,7 @@ def test_data_of_pandas_are_not_seeded_by_sample(tmp_path, monkeypatch):
 
 
 class Counting(Samples):
-    """Leaves the number of each sample in a file whenever it is asked for, also in workers."""
+    """Data set that writes the number of each requested sample to a file, also in workers."""
 
     def __init__(self, draw, path):
         super().__init__(draw)

@@ -1,4 +1,4 @@
-"""What stands in a wrong place, or cannot be meant, is one error or one warning: a table of inputs and messages."""
+"""Wrong or misplaced input: one error or one warning; a table of inputs and messages."""
 
 import copy
 
@@ -21,12 +21,12 @@ class Data(lumen.DataModule):
 
 
 def task(base=Regression, **methods):
-    """A task of a class `Mine` with these methods."""
+    """Return a task of a class `Mine` with these methods."""
     return type("Mine", (base,), methods)()
 
 
 def fit(*given, task=None, options=(), **more):
-    """What fits a trainer of two epochs, in a directory."""
+    """Return a function that trains for two epochs in a directory."""
 
     def run(path):
         trainer = bare_trainer(path, **{"max_epochs": 2, "log_level": "WARNING"} | dict(options))
@@ -182,7 +182,7 @@ ERRORS = {
         "callbacks: the same Callback object appears twice, so its hooks would run twice. Remove one, or create "
         "two objects.",
     ),
-    # ------------------------------------------------------------------ one thing in the place of another
+    # ------------------------------------------------------------------ misplaced objects
     "the class of a callback": (
         lambda path: bare_trainer(path, callbacks=[lumen.EarlyStopping]),
         f"{_CALLBACKS}, found the class EarlyStopping in a list. Create an object: EarlyStopping(...).",
@@ -246,7 +246,7 @@ ERRORS = {
         "DataLoader(data_set, batch_size=32).",
     ),
 }
-#: Where there is no step, or its values are closed.
+#: Hooks without a step, or after its values are closed.
 for _place in ("setup", "configure_optimizers", "on_fit_start", "on_sanity_check_start", "on_train_start",
                "on_validation_end", "on_step_end", "on_step_checkpoint", "on_train_end", "on_fit_end",
                "teardown", "train_dataloader"):  # fmt: skip

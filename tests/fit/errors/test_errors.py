@@ -1,4 +1,4 @@
-"""Bad input gets one clear error, before anything is trained, and nothing is written that was not there."""
+"""Bad input: one clear error before any training, without new files."""
 
 import os
 import pickle
@@ -120,7 +120,7 @@ def test_user_error_keeps_traceback_and_closes_run(tmp_path):
         quiet_trainer(tmp_path, max_epochs=1, callbacks=[Watching()]).fit(Broken(), loader())
     assert "training_step" in [entry.name for entry in caught.traceback]
     assert seen == [caught.value, "fit"]
-    quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(Regression(), loader())  # the lock was given back
+    quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(Regression(), loader())  # the lock was released
 
 
 class Logs(lumen.Callback):
@@ -186,7 +186,7 @@ def test_errors_of_torch_say_what_to_do(tmp_path, advice):
 
 
 class Samples(Dataset):
-    """Whose samples do what is asked."""
+    """Data set whose samples do the given action."""
 
     def __init__(self, do):
         self.do = do

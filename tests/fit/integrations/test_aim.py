@@ -1,4 +1,4 @@
-"""Aim: one run there over all parts of a run here."""
+"""Aim: one run in Aim for all parts of a Lumen run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The callback that reports to Ray Train says what it needs; `tests/system/test_ray.py` runs it there."""
+"""Reports to Ray Train: the callback raises a clear error outside of Ray; `tests/system/test_ray.py` runs it in Ray."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Services that keep records: Weights & Biases and MLflow, one run there over all parts of a run here."""
+"""Weights & Biases and MLflow: one run in the service for all parts of a Lumen run."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from tests.helpers.services import (
 from tests.helpers.tasks import Regression, loader
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader"),  # SQLAlchemy to MLflow
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader"),  # a warning of SQLAlchemy about MLflow
     pytest.mark.filterwarnings("ignore::DeprecationWarning:aim"),
 ]
 EVERY_STEP = {"max_epochs": None, "val_check_interval": 4}
@@ -132,12 +132,12 @@ def test_mlflow_catches_up_after_an_outage(tmp_path, uri, caplog, synchronous):
     place = tmp_path / "runs/mlflow.db"
 
     def lose(trainer):
-        trainer.logger.save()  # what was sent by a thread
+        trainer.logger.save()  # values that a thread has sent
         place.rename(tmp_path / "away")
         place.mkdir()
 
     def find(trainer):
-        trainer.logger.save()  # no thread opens the file meanwhile
+        trainer.logger.save()  # no thread has the file open meanwhile
         place.rmdir()
         (tmp_path / "away").rename(place)
 
@@ -251,12 +251,12 @@ def test_wandb_resumes_one_run_and_restores_lost_values(tmp_path):
     options = {"resume": "auto", "logger": "wandb"} | EVERY_STEP
     directory = fit(tmp_path, Everything(), max_steps=5, **options).run_directory
     (part,) = directory.glob("wandb/offline-run-*/run-*.wandb")
-    while len(of_wandb(directory)["loss"]) > 2:  # as a kill leaves it: not all was written yet
+    while len(of_wandb(directory)["loss"]) > 2:  # as after a kill: some values were not written yet
         part.write_bytes(part.read_bytes()[:-99])
     fit(tmp_path, Everything(), max_steps=9, **options)
     record = of_wandb(directory)
     assert {name: record[name] for name in of_csv(directory)} == of_csv(directory)
-    assert len(record["weights"]) < 5  # these are lost
+    assert len(record["weights"]) < 5  # these values are lost
     assert len({path.name for path in directory.glob("wandb/offline-run-*/run-*.wandb")}) == 1
 
 
@@ -318,11 +318,11 @@ def test_missing_lightning_logger_methods_name_their_replacement(tmp_path):
     assert (step, table["nrows"]) == (3, 1)
 
 
-# ---------------------------------------------------------------------- both
+# ---------------------------------------------------------------------- both services
 
 
 class Scaled(Regression):
-    """Its loss is another one from a step on, as after a roll-back."""
+    """Task whose loss changes at one step, as after a roll-back."""
 
     def __init__(self, scale):
         super().__init__()

@@ -1,4 +1,4 @@
-"""When Python looks for garbage during a run."""
+"""Garbage collections during a run."""
 
 import gc
 import os
@@ -87,7 +87,7 @@ def test_disabled_gc_stays_disabled_and_frozen_objects_remain(tmp_path, collecti
 
 
 class Asking(Dataset):
-    """Whether garbage is collected in the process that reads it, and which that is."""
+    """Data set that returns whether the reading process collects garbage, and its id."""
 
     def __len__(self):
         return 8
@@ -145,7 +145,7 @@ def test_imports_leave_the_thresholds_as_they_were(tmp_path):
 
 
 class Heavy:
-    """Writes down in which process it is freed, which takes a collection: it is in a circle with itself."""
+    """Object in a reference cycle that records the process which frees it, so freeing it takes a collection."""
 
     def __init__(self, path):
         self.itself, self.path = self, path
@@ -156,7 +156,7 @@ class Heavy:
 
 
 class Collecting(Dataset):
-    """Collects garbage in the process that reads it, after it has made some there."""
+    """Data set that makes garbage and collects it in the reading process."""
 
     def __init__(self, path):
         self.path = path
@@ -180,7 +180,7 @@ def test_workers_free_only_garbage_they_made(tmp_path, data):
     """A CUDA event is such garbage, and aborts the worker that frees it."""
     task, inherited, own = Seeing(), tmp_path / "inherited", tmp_path / "own"
     gc.collect()
-    gc.set_threshold(0)  # none is collected here
+    gc.set_threshold(0)  # no collection in this process
     try:
         for _ in range(20):
             Heavy(inherited)

@@ -1,6 +1,6 @@
-"""Where a private name of torch is gone there is another way, or one error before any work that names torch's versions.
+"""Missing private names of torch: Lumen uses another way, or raises one early error with torch's versions.
 
-That these names stand in one room is held in test_architecture.py.
+test_architecture.py checks that all these names are in one package.
 """
 
 import re
@@ -25,7 +25,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
 def missing(name, user):
-    """What the error says."""
+    """Return the message of the error."""
     tried = re.escape(", ".join(torch_versions.TESTED_VERSIONS))
     return (
         rf"^torch {re.escape(torch.__version__)} has no {name}, which {user} needs. .* with torch {tried}: install one"
@@ -33,7 +33,7 @@ def missing(name, user):
 
 
 def as_imported(module):
-    """A module, as a fresh process would have it."""
+    """Import a module as a fresh process would."""
     return SimpleNamespace(**runpy.run_path(module.__file__))
 
 
@@ -108,7 +108,7 @@ def test_pin_memory_is_checked_before_reading(monkeypatch):
         loaders.get_pin_function()
 
 
-# ---------------------------------------------------------------------- another way
+# ---------------------------------------------------------------------- replacements
 
 
 @pytest.mark.parametrize("name", ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"])

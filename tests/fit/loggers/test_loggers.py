@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard's record beside the CSV files, one run after another, killed and resumed."""
+"""Loggers: TensorBoard's record besides the CSV files, over several runs, kills and resumes."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class During(lumen.Callback):
-    """Calls a function of the trainer when training starts."""
+    """Callback that calls a function with the trainer when training starts."""
 
     def __init__(self, action):
         self.action = action
@@ -38,7 +38,7 @@ def contents(directory):
     return {path: path.read_bytes() for path in directory.rglob("*tfevents*")}
 
 
-# ---------------------------------------------------------------------- what is recorded
+# ---------------------------------------------------------------------- recorded values
 
 
 def test_the_record_is_that_of_the_csv_files(tmp_path):
@@ -64,7 +64,7 @@ def test_values_are_on_disk_during_the_run(tmp_path):
 
 
 class Ending(lumen.Callback):
-    """Ends a run in or after step 3."""
+    """Callback that ends a run in or after step 3."""
 
     def __init__(self, how):
         self.how = how
@@ -79,7 +79,7 @@ class Ending(lumen.Callback):
 
 
 class Both(Regression):
-    """Logs each step's value and an epoch's mean."""
+    """Task that logs each step's value and an epoch's mean."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -95,7 +95,7 @@ def test_last_step_is_written_however_run_ends(tmp_path, monkeypatch, how):
         fit(tmp_path, Both(), callbacks=[Ending(how)], max_steps=100 if ends_early else 3, enable_checkpointing=False)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "runs" / "run" / "metrics.csv").read_text())))
     names = [(int(row["step"]), [name for name in row if "both" in name and row[name]]) for row in rows]
-    last = 4 if how == "by a signal" else 3  # the run looks for signals before the hooks of a boundary
+    last = 4 if how == "by a signal" else 3  # the run checks for signals before it calls the hooks at the end of a step
     whole_epoch = [] if ends_early else [(3, ["both_epoch"])]
     assert names == [(step, ["both_step"]) for step in range(1, last + 1)] + whole_epoch
 
@@ -184,7 +184,7 @@ def test_hyperparameters_use_names_of_the_command_line(tmp_path):
     }
 
 
-# ---------------------------------------------------------------------- which loggers, and when
+# ---------------------------------------------------------------------- order and choice of loggers
 
 
 def test_what_a_logger_cannot_hold_it_ignores(tmp_path):
@@ -246,7 +246,7 @@ def test_configured_loggers_are_given_by_class_path(tmp_path, monkeypatch):
 
 
 def parts(directory):
-    """The event files in the order of their names, in which TensorBoard reads them."""
+    """Return the event files in the order of their names, in which TensorBoard reads them."""
     return sorted((directory / "tensorboard").iterdir())
 
 
@@ -280,7 +280,7 @@ class Fails(Regression):
 
 
 def test_removed_event_file_name_is_not_reused(tmp_path):
-    """A TensorBoard that shows the run has that file open and would not see another one."""
+    """A TensorBoard that shows the run has that file open and would miss a new file of the same name."""
     fit(tmp_path, max_steps=5, max_epochs=None)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on purpose"):

@@ -1,4 +1,4 @@
-"""Loggers of one's own, as they are written for Lightning, and how loggers are named."""
+"""Loggers written by users for Lightning, and the names of loggers."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class Ported(lumen.Logger):
-    """Written for Lightning's `Logger`: name, version, log_metrics(metrics, step), log_hyperparams, finalize."""
+    """Logger for Lightning's `Logger`: name, version, log_metrics(metrics, step), log_hyperparams, finalize."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def test_failing_logger_open_leaves_no_directory(tmp_path):
     assert not (tmp_path / "runs/run").exists()
 
 
-# ---------------------------------------------------------------------- which loggers
+# ---------------------------------------------------------------------- choice of loggers
 
 
 @pytest.mark.parametrize(

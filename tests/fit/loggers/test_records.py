@@ -1,4 +1,4 @@
-"""The record that every run directory has, metrics.csv and system.csv: what it costs, what is in it, and when."""
+"""Records of every run directory, metrics.csv and system.csv: their cost, their rows, and when rows are written."""
 
 import csv
 import os
@@ -20,16 +20,16 @@ def read(path):
 
 
 def rows(trainer):
-    """(step, names that have a value) of each row of metrics.csv."""
+    """Return (step, names with a value) of each row of metrics.csv."""
     columns, *found = read(trainer.run_directory / "metrics.csv")
     return [(int(row[0]), [name for name, value in zip(columns, row, strict=True) if value][2:]) for row in found]
 
 
-# ---------------------------------------------------------------------- names cost their number once
+# ---------------------------------------------------------------------- cost linear in the number of names
 
 
 class Counted(str):
-    """A name that counts how often it is compared."""
+    """Name that counts its comparisons."""
 
     compared = 0
     __hash__ = str.__hash__
@@ -71,11 +71,11 @@ def test_new_names_in_each_step_copy_few_rows(tmp_path):
     logger.finalize("success")
 
 
-# ---------------------------------------------------------------------- the file is never held, and never damaged
+# ---------------------------------------------------------------------- the file is never kept open and never damaged
 
 
 def written(directory, count):
-    """A logger that has written rows of two columns."""
+    """Return a logger that has written rows of two columns."""
     logger = lumen.CSVLogger()
     logger.open(directory, resumed=False)
     with (directory / "metrics.csv").open("w", newline="") as file:
@@ -106,7 +106,7 @@ def test_csv_rewrite_uses_constant_memory(tmp_path, act):
             tracemalloc.stop()
             logger.finalize("success")
 
-    peak(10)  # what is made once
+    peak(10)  # calls of the first write only
     assert peak(20_000) < 1.5 * peak(1_000)
 
 
@@ -156,7 +156,7 @@ def test_columns_after_checkpoint_are_truncated_with_their_rows(tmp_path):
     ]  # fmt: skip
 
 
-# ---------------------------------------------------------------------- the run's own record stays
+# ---------------------------------------------------------------------- the run's metrics.csv is unchanged
 
 
 class Silent(lumen.Logger):
@@ -199,7 +199,7 @@ def test_without_a_logger_there_is_no_record(tmp_path, logger):
 
 
 class Stopping(lumen.Callback):
-    """Ends training at a step: by a stop, or by a signal to itself."""
+    """Callback that ends training at a step: by a stop, or by a signal to this process."""
 
     def __init__(self, step, how):
         self.step, self.how = step, how

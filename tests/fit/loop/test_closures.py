@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss several times in one step: every evaluation is the step's own, computed anew."""
+"""Closures: optimizers that evaluate the loss several times in a step compute every evaluation for that step."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def lbfgs(parameters, **options):
 
 
 class Evaluated(Regression):
-    """Trains with what a function makes of its parameters."""
+    """Task with an optimizer that a function makes of its parameters."""
 
     build = staticmethod(lbfgs)
 
@@ -86,7 +86,7 @@ def test_lbfgs_equals_the_manual_loop(tmp_path, precision, options):
 
 
 class Tokens(lumen.TaskModule):
-    """A loss over a varying number of tokens per sample."""
+    """Task with a loss over a varying number of tokens per sample."""
 
     def __init__(self, how):
         super().__init__()
@@ -138,11 +138,11 @@ def test_accumulated_evaluation_equals_the_full_batch(tmp_path, how, clip):
     torch.testing.assert_close(weights(task.net), weights(net), rtol=1e-12, atol=1e-12)
 
 
-# ---------------------------------------------------------------------- what an evaluation is
+# ---------------------------------------------------------------------- contents of an evaluation
 
 
 class Evaluating(SGD):
-    """Evaluates three times where it stands, and keeps what it found; then one ordinary step."""
+    """Optimizer that evaluates three times without moving and keeps the results, then makes one ordinary step."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
@@ -158,7 +158,7 @@ class Evaluating(SGD):
 
 
 class Drawing(Evaluated):
-    """Draws in the step and before it, and notes what is done with it."""
+    """Task that draws in the step and before it, and records the hooks of the step."""
 
     def __init__(self):
         super().__init__(dropout=0.4)
@@ -213,7 +213,7 @@ def test_only_the_first_evaluation_logs_and_counts(tmp_path):
     task = Drawing()
     trainer = fit(tmp_path, task, data(40), accumulate_grad_batches=5, max_epochs=1)
     assert trainer.global_step == 1
-    assert task.mean._update_count == 0  # reset at the epoch's end
+    assert task.mean._update_count == 0  # reset at the end of the epoch
     assert trainer.run.progress.micro_batches == trainer.run.progress.units / 8 == 5
     assert trainer.callback_metrics["mean"] == pytest.approx(trainer.callback_metrics["epoch_loss"])
     inner = ["backward", "after"]
@@ -287,7 +287,7 @@ def test_optional_closure_is_not_passed(tmp_path):
 
 @pytest.mark.parametrize("before", ["moves", "zeroes"])
 def test_an_optimizer_may_act_before_its_first_evaluation(tmp_path, before):
-    """As sharpness-aware ones do, which first climb: the gradients are then those of where they came to."""
+    """Sharpness-aware optimizers climb first: the gradients are then those at the new point."""
 
     class Ahead(SGD):
         @torch.no_grad()
@@ -383,7 +383,7 @@ def test_fp16_is_refused_before_training(tmp_path, optimizer):
 
 
 def same(ours, theirs):
-    """Equality of every bit, of nested lists too."""
+    """Return True if two values are bitwise equal, in nested lists too."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs) and ours.dtype == theirs.dtype
     if isinstance(ours, list):
@@ -460,7 +460,7 @@ def test_an_optimizer_with_two_steps_trains_and_resumes(tmp_path, build):
 
 
 class TwoModes(SGD):
-    """Exchanges its parameters for others, as the optimizers of schedulefree do."""
+    """Optimizer that exchanges its parameters for others, like the optimizers of schedulefree."""
 
     def train(self):
         pass

@@ -1,4 +1,4 @@
-"""Steps of another size from some epoch on: `accumulate_grad_batches={0: 1, 4: 8}`."""
+"""Steps whose size depends on the epoch: `accumulate_grad_batches={0: 1, 4: 8}`."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from tests.helpers.accumulation import BATCH, SAMPLES, SCHEDULE, STEPS, Growing,
 from tests.helpers.cli_tasks import Line
 from tests.helpers.tasks import Regression, bare_trainer, loader as regression_loader, weights
 
-# ---------------------------------------------------------------------- what each step is made of
+# ---------------------------------------------------------------------- micro-batches of each step
 
 
 class Stream(IterableDataset):
-    """Says where it is, as a resumable stream does."""
+    """Stream with a position, like a resumable stream."""
 
     def __init__(self, samples):
         self.samples, self.read = samples, 0
@@ -39,7 +39,7 @@ class Stream(IterableDataset):
 
 
 class Pair(Growing):
-    """Trains on one of two loaders that are read together."""
+    """Task that trains on one of two loaders that are read together."""
 
     def training_step(self, batch):
         return super().training_step(batch[0])
@@ -68,7 +68,7 @@ LOADERS = {
 
 
 def in_steps(sizes, number):
-    """The micro-batches of an epoch in steps of so many."""
+    """Split the micro-batches of an epoch into steps of given sizes."""
     return [sizes[first : first + number] for first in range(0, len(sizes), number)]
 
 
@@ -104,7 +104,7 @@ def test_loaders_that_are_read_together(tmp_path):
 
 
 def test_scheduler_callback_equals_trainer_argument(tmp_path):
-    """Also when the callback is added later, and in a second run of the same trainer."""
+    """The callback may be added later, and the same trainer may run again."""
     runs = [grow(tmp_path, logger=False, enable_checkpointing=False)]
     callback = lumen.GradientAccumulationScheduler(scheduling=SCHEDULE)
     runs.append(grow(tmp_path, logger=False, enable_checkpointing=False, accumulate_grad_batches=1, callbacks=callback))
@@ -130,20 +130,20 @@ def test_it_is_the_loop_by_hand(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["shuffled", "by a sampler", "by a batch sampler", "a stream"])
 def test_resumed_run_equals_uninterrupted_run(tmp_path, kind):
-    """Within an epoch, and where one ends and the next has other steps."""
+    """The run resumes within an epoch, and at the end of one whose next epoch has steps of another size."""
 
     def part(name, **options):
         return state(*grow(tmp_path / name, LOADERS[kind](18), dropout=0.3, resume="auto", **options))
 
     whole = part("whole")
-    for step in (3, 5, 6, 9, 11) if kind != "shuffled" else range(1, 13):  # of 5, 2, 2, 1 and 3 in an epoch
+    for step in (3, 5, 6, 9, 11) if kind != "shuffled" else range(1, 13):  # of 5, 2, 2, 1 and 3 steps in an epoch
         part("parts", max_steps=step)
     assert part("parts") == whole
     assert whole[-2:] == [13, 5]
 
 
 def test_stop_at_epoch_end_reports_no_changed_settings(tmp_path, caplog):
-    """Where the steps of the next epoch have another size."""
+    """The steps of the next epoch have another size."""
     for epochs in range(1, len(STEPS) + 1):
         grow(tmp_path, max_epochs=epochs, resume="auto", log_level="WARNING")
     assert [line for line in caplog.messages if "settings" in line] == []
@@ -190,7 +190,7 @@ def test_equivalent_schedule_causes_no_warning(tmp_path, caplog):
     assert [line for line in caplog.messages if "settings" in line] == []
 
 
-# ---------------------------------------------------------------------- how long the run is
+# ---------------------------------------------------------------------- length of a run
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_schedules_are_compared_with_the_steps_there_are(tmp_path, caplog, sched
     [({}, [8, 8, 8]), ({"val_check_interval": 0.5}, [4, 8, 6, 8, 8]), ({"val_check_interval": 5}, [5, 6])],
 )
 def test_validations_follow_fraction_or_step_interval(tmp_path, options, batches):
-    """Steps of 1, 3 and 8 micro-batches: one of 8 is an epoch, and ends after both halves at once."""
+    """The steps have 1, 3 and 8 micro-batches: one step of 8 is an epoch, and both halves of it end at once."""
 
     class Validated(Growing):
         def on_validation_start(self):
@@ -279,7 +279,7 @@ def nn_loss(task, batch):
     return torch.nn.functional.mse_loss(task(batch[0]), batch[1])
 
 
-# ---------------------------------------------------------------------- what cannot be meant
+# ---------------------------------------------------------------------- refused schedules
 
 SCHEDULER = lumen.GradientAccumulationScheduler
 
@@ -331,7 +331,7 @@ def test_manual_optimization_rejects_accumulation_schedule(tmp_path):
 
 
 class Counted(Line):
-    """Notes at which epoch each step was made."""
+    """Task that records the epoch of each step."""
 
     steps: list
 
@@ -361,7 +361,7 @@ OF_CALLBACK = """  callbacks:
         (OF_TRAINER, [], [4, 2, 1]),
         (OF_CALLBACK, [], [4, 2, 1]),
         ("", ["--trainer.accumulate_grad_batches={1: 2, 2: 4}"], [4, 2, 1]),
-        ("", ['--trainer.accumulate_grad_batches={"1": 2, "2": 4}'], [4, 2, 1]),  # as JSON has it
+        ("", ['--trainer.accumulate_grad_batches={"1": 2, "2": 4}'], [4, 2, 1]),  # keys in JSON's form
         (OF_TRAINER, ["--trainer.accumulate_grad_batches.2=1"], [4, 2, 4]),
         (OF_TRAINER, ["--trainer.accumulate_grad_batches=2"], [2, 2, 2]),
         (OF_CALLBACK, ["--trainer.callbacks.growth.scheduling={2: 1}"], [4, 2, 4]),

@@ -1,4 +1,4 @@
-"""How long a run is, what a step may take and return, and which micro-batches make an update."""
+"""Training loop: the length of a run, the arguments and results of a step, and the micro-batches of an update."""
 
 import functools
 import time
@@ -25,7 +25,7 @@ from tests.helpers.tasks import (
 
 
 class Recorded(Regression):
-    """Notes (epoch, step, batch_idx, samples) of every micro-batch."""
+    """Task that records (epoch, step, batch_idx, samples) of every micro-batch."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -37,7 +37,7 @@ class Recorded(Regression):
 
 
 class StopAt(lumen.Callback):
-    """Asks for the end in the given micro-batch of the run."""
+    """Callback that requests a stop in the given micro-batch of the run."""
 
     def __init__(self, micro_batch):
         self.micro_batch = micro_batch
@@ -180,7 +180,7 @@ def test_a_stop_leaves_after_the_step_in_progress(tmp_path, accumulate, asked_in
 
 
 class Skipping(Recorded):
-    """Ends the first epoch at its third micro-batch; an epoch schedule moves all the same."""
+    """Task that ends the first epoch at its third micro-batch; an epoch schedule still moves."""
 
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if (self.current_epoch, batch_idx) == (0, 2) else None
@@ -320,7 +320,7 @@ def test_global_batch_below_batch_size_raises(tmp_path):
         bare_trainer(tmp_path, max_steps=1, global_batch_size=4).fit(Regression(), loader())
 
 
-# ---------------------------------------------------------------------- what a step takes and returns
+# ---------------------------------------------------------------------- arguments and results of a step
 
 
 def loss_of(task, batch):
@@ -369,7 +369,7 @@ def test_training_step_gets_what_its_signature_takes(tmp_path, signature):
 
 
 class Several(Regression):
-    """Notes what its steps are called with."""
+    """Task that records the arguments of its steps."""
 
     def __init__(self):
         super().__init__()
@@ -425,7 +425,7 @@ def test_invalid_step_signature_is_rejected(tmp_path, kind):
 
 
 class Returns(Regression):
-    """Returns what a function makes of its loss."""
+    """Task that returns the result of a function of its loss."""
 
     def __init__(self, form):
         super().__init__(optimizer="SGD")
@@ -556,11 +556,11 @@ def test_later_epoch_without_steps_changes_nothing(tmp_path, caplog):
     assert "epoch 1 made no optimizer step" in caplog.text
 
 
-# ---------------------------------------------------------------------- what a step does itself, and Lumen does too
+# ---------------------------------------------------------------------- actions of a step that duplicate Lumen's
 
 
 def stepping(kind=torch.optim.SGD, scheduler=False, inside=lambda optimizer: optimizer, **options):
-    """A task with an optimizer, perhaps with a scheduler, which wraps its step, or within another optimizer."""
+    """Return a task with an optimizer, perhaps with a scheduler that wraps its step, or inside another optimizer."""
 
     class Stepping(Returns):
         def configure_optimizers(self):
@@ -634,7 +634,7 @@ def test_zero_grad_within_a_step_raises(tmp_path):
         return loss
 
     task = Returns(drop)
-    bare_trainer(tmp_path, max_steps=2).fit(task, loader())  # alone in its step it does nothing
+    bare_trainer(tmp_path, max_steps=2).fit(task, loader())  # alone in its step, the call has no effect
     with pytest.raises(TrainingError, match="training_step has called zero_grad itself"):
         bare_trainer(tmp_path, max_steps=2, accumulate_grad_batches=2).fit(task, loader())
 
@@ -687,7 +687,7 @@ def test_gradients_are_readable_until_the_next_step(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_begins_without_gradients_of_the_last(tmp_path, accumulate):
-    """As after `zero_grad(set_to_none=True)`: with zeros in place of None, momentum would move `once` further."""
+    """Gradients are None, as after `zero_grad(set_to_none=True)`: with zeros, momentum would move `once` further."""
 
     class Once(Regression):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Manual optimization: the task's own backwards and steps, counted, clipped, scaled, saved and refused."""
+"""Manual optimization: the backwards and steps of the task are counted, clipped, scaled, saved and refused."""
 
 import logging
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer,
 
 
 def by_hand(steps, dtype=torch.float32, autocast=nullcontext, scaler=None, every=1):
-    """The loop of a `Gan`, written by hand."""
+    """Train a `Gan` by a loop written by hand."""
     generator, critic = networks(dtype)
     (ours, theirs), schedules = optimizers_of(generator, critic)
     batches = list(zip(*(each.split(8) for each in pairs(dtype=dtype)), strict=True))
@@ -60,7 +60,7 @@ def move(loss, optimizer, scaler, clip=None):
 
 
 def trained(tmp_path, task=None, dtype=torch.float32, **options):
-    """A `Gan` after some steps, and its trainer."""
+    """Return a `Gan` after some steps, and its trainer."""
     task = Gan(dtype) if task is None else task
     trainer = bare_trainer(tmp_path, **{"max_steps": 12} | options)
     trainer.fit(task, pair_loader(dtype=dtype))
@@ -86,7 +86,7 @@ def test_bf16_forward_sees_updated_parameters(tmp_path):
     assert torch.equal(weights(task), by_hand(12, autocast=autocast))
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # torch's, of the loop by hand
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # torch's, of the manual loop
 def test_fp16_scaling_and_skipping_equal_manual_loop(tmp_path):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
     expected = by_hand(14, autocast=lambda: torch.autocast("cpu", torch.float16), scaler=scaler)
@@ -228,7 +228,7 @@ def newest(trainer):
 
 
 class Late(Gan):
-    """The generator moves in every second batch, by the gradients of two; the critic in each."""
+    """Task whose generator moves in every second batch, by the gradients of two, and whose critic moves in each."""
 
     def training_step(self, batch, batch_idx):
         ours, theirs = self.optimizers()
@@ -259,7 +259,7 @@ def test_only_gradients_of_later_updates_are_saved(tmp_path):
 
 
 def test_only_training_steps_with_updates_count(tmp_path):
-    """For checkpoints, validations and limits."""
+    """The count decides about checkpoints, validations and limits."""
     task = Gan(every=2)
     checkpoints = lumen.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
     trainer = quiet_trainer(tmp_path, max_steps=10, val_check_interval=5, callbacks=[checkpoints])
@@ -305,7 +305,7 @@ def test_toggle_optimizer_freezes_others_and_restores_them(tmp_path):
             self.untoggle_optimizer(ours)
             with theirs.toggle_model(sync_grad=False):
                 seen.append([each.requires_grad for each in self.parameters()])
-            self.toggle_optimizer(theirs)  # and left so: the step's end puts it back
+            self.toggle_optimizer(theirs)  # left frozen: the end of the step restores it
 
     task = Toggling()
     with pytest.raises(TrainingError, match="made no optimizer step"):
@@ -427,7 +427,7 @@ def test_steps_can_be_called_without_a_trainer():
         task.optimizers()
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refused code
 
 
 @pytest.mark.parametrize(
@@ -508,11 +508,11 @@ def test_several_optimizers_explain_both_ways(tmp_path):
         bare_trainer(tmp_path, max_steps=1).fit(Automatic(), pair_loader())
 
 
-# ---------------------------------------------------------------------- where features meet
+# ---------------------------------------------------------------------- combinations of features
 
 
 class ByHand(Regression):
-    """The step of a `Regression`, by hand; subclasses change a part of it."""
+    """Task with the step of a `Regression` by hand; subclasses change a part of it."""
 
     def __init__(self, dtype=torch.float64):
         super().__init__(dtype=dtype)

@@ -1,4 +1,4 @@
-"""An evaluation goes on where a batch does not fit into memory, and nothing else changes."""
+"""Evaluation batches that do not fit into memory: the evaluation continues, and its results are unchanged."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from tests.helpers.validation import Cramped
 
 
 class Notes(lumen.Callback):
-    """Notes what the hooks around evaluation batches see."""
+    """Callback that records the arguments of the hooks around evaluation batches."""
 
     def __init__(self):
         self.seen = []
@@ -29,7 +29,7 @@ class Notes(lumen.Callback):
 
 
 class Measured(Cramped):
-    """Logs by every reduction and by metrics, before and after the point where memory ends."""
+    """Task that logs by every reduction and by metrics, before and after the point at which memory ends."""
 
     def __init__(self, fits):
         super().__init__(fits)
@@ -113,12 +113,12 @@ def test_halved_draws_are_repeatable_and_isolated(tmp_path):
 
     first, again, whole = values(5, None), values(5, None), values(16, None)
     assert first == again
-    assert first[1][1] == whole[1][1]  # of the batch of 4
+    assert first[1][1] == whole[1][1]  # in the batch of 4
     assert first[0] != values(5, 1)[0]
 
 
 class Attempts(Cramped):
-    """Notes what each attempt draws."""
+    """Task that records the draws of each attempt."""
 
     def validation_step(self, batch):
         self.drawn = [*getattr(self, "drawn", ()), (len(batch[0]), torch.rand(()).item())]

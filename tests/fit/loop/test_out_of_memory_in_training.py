@@ -1,4 +1,4 @@
-"""A step whose micro-batch does not fit into memory has the gradient of the whole, and no trace of the attempt."""
+"""Micro-batches that do not fit into memory in training: the full gradient, and no trace of the failed attempt."""
 
 import weakref
 from typing import ClassVar
@@ -19,7 +19,7 @@ def data(batch_size, dtype=torch.float64):
 
 
 def train(tmp_path, task, batch_size, name="run", **options):
-    """The task, trained for some steps of 16 samples."""
+    """Return the task, trained for some steps of 16 samples."""
     options = {"max_epochs": 3, "precision": "fp64", "global_batch_size": 16, "log_every_n_steps": 1} | options
     trainer = quiet_trainer(tmp_path / name, **options)
     trainer.fit(task, data(batch_size, next(task.parameters()).dtype))
@@ -51,7 +51,7 @@ def test_halved_training_equals_micro_batches_that_fit(tmp_path, where, batch_si
 
 
 class Uneven(Cramped):
-    """Weighs samples whose first feature is positive, and a little the others."""
+    """Task that weighs samples with a positive first feature, and the others a little."""
 
     little = 0.0
 
@@ -61,7 +61,7 @@ class Uneven(Cramped):
 
 
 def light_first(dtype=torch.float64):
-    """Eight samples; of halves the first weighs little or nothing."""
+    """Return eight samples; in halves, the first half weighs little or nothing."""
     inputs, targets = regression_data(8, dtype)
     inputs[:4, 0], inputs[4:, 0] = -inputs[:4, 0].abs(), inputs[4:, 0].abs()
     return inputs, targets
@@ -100,7 +100,7 @@ def test_fitting_size_is_remembered_also_after_resume(tmp_path, where):
 
 
 class Third(Cramped):
-    """The third micro-batch of a step does not fit."""
+    """Task whose third micro-batch of a step does not fit."""
 
     def training_step(self, batch):
         self.fits = 2 if self.trainer.progress.micro_batches % 4 == 3 else 10**6
@@ -141,7 +141,7 @@ def test_halved_run_with_dropout_resumes_exactly(tmp_path):
 
 @pytest.mark.parametrize(("kind", "batch_size"), [(Third, 4), (Cramped, 16)])
 def test_what_an_attempt_has_drawn_is_drawn_again(tmp_path, kind, batch_size):
-    """As after one that ended before it drew anything."""
+    """The same holds after an attempt that ended before it drew a number."""
     found = []
     for where in ("start", "forward", "backward"):
         task = kind(4, where, dropout=0.5)
@@ -162,7 +162,7 @@ def test_in_16_bits_too(tmp_path, precision):
 
 
 class Notes(lumen.Callback):
-    """Notes what hooks see."""
+    """Callback that records the arguments of hooks."""
 
     needs_step_loss = True
 
@@ -197,7 +197,7 @@ def test_hooks_see_each_batch_once_with_whole_output(tmp_path, kind):
 
 
 class Real(Cramped):
-    """Asks the CPU for more memory than any has."""
+    """Task that asks the CPU for more memory than any machine has."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -289,7 +289,7 @@ def test_spike_detection_uses_final_losses(tmp_path):
 
 
 class Holding(torch.autograd.Function):
-    """Holds something as long as its graph is there."""
+    """Autograd function that holds an object as long as its graph exists."""
 
     held: ClassVar[list[weakref.ref]] = []
 
@@ -305,7 +305,7 @@ class Holding(torch.autograd.Function):
 
 
 class Remembering(Cramped):
-    """Looks whether anything of the attempts before is still there."""
+    """Task that checks whether any object of earlier attempts still exists."""
 
     def training_step(self, batch):
         self.alive = [*getattr(self, "alive", ()), sum(each() is not None for each in Holding.held)]

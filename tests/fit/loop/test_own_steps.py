@@ -1,4 +1,4 @@
-"""Parts of a step that a task makes itself: backward, clipping, the update, its schedule, dropping gradients."""
+"""Overridden parts of a step: backward, clipping, the update, its schedule, dropping gradients."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def train(tmp_path, kind, data=None, **options):
 
 
 class Every(Regression):
-    """Overrides all of them, and does in each what Lumen does."""
+    """Task that overrides all of them, and does the same as Lumen in each."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ def test_an_optimizer_with_a_closure_gets_lumens(tmp_path):
 
 
 class Curved(torch.optim.SGD):
-    """Divides each gradient by its own derivative, as the optimizers with second derivatives do."""
+    """Optimizer that divides each gradient by its derivative, like the optimizers with second derivatives."""
 
     def step(self, closure=None):
         held = [each for group in self.param_groups for each in group["params"]]

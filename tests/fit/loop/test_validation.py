@@ -1,4 +1,4 @@
-"""When validation runs, what it gives, and that it leaves nothing else behind; test and predict likewise."""
+"""Validation: when it runs, its values, and its lack of side effects; test and predict too."""
 
 import random
 from datetime import timedelta
@@ -17,7 +17,7 @@ from tests.helpers.validation import full_loss
 
 
 class When(lumen.Callback):
-    """Notes (epoch, step) of every validation and its number of batches."""
+    """Callback that records (epoch, step) of every validation and its number of batches."""
 
     def __init__(self):
         self.starts, self.batches, self.sanity_batches = [], [], 0
@@ -35,7 +35,7 @@ class When(lumen.Callback):
             self.batches[-1] += 1
 
 
-# ---------------------------------------------------------------------- of which parameters
+# ---------------------------------------------------------------------- evaluated parameters
 
 
 def test_only_untrained_unloaded_parameters_warn(tmp_path, caplog):
@@ -50,7 +50,7 @@ def test_only_untrained_unloaded_parameters_warn(tmp_path, caplog):
 
     trained, loaded = Regression(), Regression()
     assert warns(trained)
-    assert warns(trained)  # an evaluation trains nothing
+    assert warns(trained)  # an evaluation trains no parameter
     quiet_trainer(tmp_path, max_steps=1).fit(trained, loader())
     assert not warns(trained)
     run = tmp_path / "runs/run"
@@ -61,7 +61,7 @@ def test_only_untrained_unloaded_parameters_warn(tmp_path, caplog):
     assert not warns(Bare())
 
 
-# ---------------------------------------------------------------------- when
+# ---------------------------------------------------------------------- time of validations
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_sanity_check_tries_the_first_batches(tmp_path, steps, limit, batche
 
 
 class Measured(Regression):
-    """Logs a metric object and draws in its hooks."""
+    """Task that logs a metric object and draws in its hooks."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -181,7 +181,7 @@ def test_the_sanity_check_leaves_no_trace(tmp_path):
     assert torch.equal(weights(tasks[0]), weights(tasks[1]))
 
 
-# ---------------------------------------------------------------------- nothing else is touched
+# ---------------------------------------------------------------------- no side effects
 
 
 class Modes(Regression):
@@ -223,7 +223,7 @@ def test_each_submodule_gets_its_own_mode_back(tmp_path):
 
 
 def test_training_is_in_train_mode_between_evaluations(tmp_path):
-    """As `model.train()` before each epoch and `model.eval()` before each validation, seen in BatchNorm's numbers."""
+    """BatchNorm's numbers equal a loop with `model.train()` before epochs and `model.eval()` before validations."""
 
     def normed():
         torch.manual_seed(0)
@@ -247,7 +247,7 @@ def test_training_is_in_train_mode_between_evaluations(tmp_path):
 
 
 class Hooked(Modes):
-    """Calls a function in one of its hooks, once, and notes the modes that training then has."""
+    """Task that calls a function in one of its hooks, once, and records the modes in training."""
 
     def __init__(self, hook, act):
         super().__init__()
@@ -326,11 +326,11 @@ def test_callbacks_choose_modes_too_and_in_a_test(tmp_path):
 
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_epoch_start"])
 def test_modes_set_for_an_evaluation_end_with_it(tmp_path, hook):
-    """As those of dropout that is to be on in it; a step may set them too."""
+    """Dropout may be active in an evaluation; a step may set modes too."""
     task = Hooked(hook, lambda task: task.train())
     before = task.modes()
     assert task.trained_modes(tmp_path) == before
-    assert task.while_evaluating == {True, False}  # of the validation with it, and of the next
+    assert task.while_evaluating == {True, False}  # of the validation with that mode, and of the next one
 
 
 def test_a_mode_chosen_before_an_error_stays(tmp_path):
@@ -395,7 +395,7 @@ def test_validation_disturbs_neither_gradients_nor_generators(tmp_path):
 
 
 def test_what_an_evaluation_draws_belongs_to_its_batch(tmp_path):
-    """It repeats, whatever was drawn before, with workers or without, for the first batches or for all."""
+    """The draws repeat after any earlier draws, with or without workers, for the first batches or for all."""
 
     class Noisy(Regression):
         def predict_step(self, batch):
@@ -412,7 +412,7 @@ def test_what_an_evaluation_draws_belongs_to_its_batch(tmp_path):
 
 
 class Averaged(Regression):
-    """Is evaluated with averages of its parameters, which a hook swaps in and another one out."""
+    """Task that is evaluated with averages of its parameters, swapped in by one hook and out by another."""
 
     def __init__(self, ins="on_validation_start", outs="on_validation_end", *, swaps=True):
         super().__init__()
@@ -450,7 +450,7 @@ OUTER, INNER = ("on_validation_start", "on_validation_end"), ("on_validation_epo
 
 @pytest.mark.parametrize("hooks", [OUTER, INNER, (INNER[0], OUTER[1]), (OUTER[0], INNER[1])])
 def test_tensors_set_in_evaluation_can_be_trained(tmp_path, hooks):
-    """Parameters set by hooks and buffers set by steps."""
+    """Hooks set the parameters and steps set the buffers."""
 
     def trained(**options):
         task = Averaged(*hooks, **options)
@@ -501,7 +501,7 @@ def test_each_stage_returns_its_own_values(tmp_path):
 
 
 class Several(Regression):
-    """Logs in every way there is, in a step that knows its loader."""
+    """Task that logs in every way, in a step with a loader index."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx):
         loss = nn.functional.mse_loss(self(batch[0]), batch[1])

@@ -1,4 +1,4 @@
-"""What self.log writes, averages and refuses."""
+"""`self.log`: values that it writes, averages and refuses."""
 
 import copy
 import csv
@@ -30,7 +30,7 @@ SEED = 3
 
 
 class Memory(lumen.Logger):
-    """Keeps what it is given: (step, epoch, values)."""
+    """Logger that keeps its values: (step, epoch, values)."""
 
     def __init__(self):
         self.rows = []
@@ -43,12 +43,12 @@ class Memory(lumen.Logger):
         self.rows.append((step, epoch, dict(metrics)))
 
     def of(self, name):
-        """(step, value) of one name."""
+        """Return (step, value) of one name."""
         return [(step, values[name]) for step, _, values in self.rows if name in values]
 
 
 def fit(tmp_path, task, data, **options):
-    """Train with everything logged at every step; returns what the logger got and the trainer."""
+    """Train with everything logged at every step; return the logger's values and the trainer."""
     memory = Memory()
     options = {
         "max_epochs": 1,
@@ -63,7 +63,7 @@ def fit(tmp_path, task, data, **options):
 
 
 class Logs(Regression):
-    """Calls a function of the task and the batch in each training step, and one in each validation step."""
+    """Task that calls a function with itself and the batch in each training step, and one in each validation step."""
 
     def __init__(self, in_training=lambda task, batch: None, in_validation=lambda task, batch: None, **options):
         super().__init__(**options)
@@ -231,7 +231,7 @@ def test_unloggable_values_name_the_alternative(tmp_path, value, message):
 
 @pytest.mark.parametrize("weight", ["weight", "batch_size"])
 def test_weight_0_leaves_no_trace_in_means(tmp_path, weight):
-    """As the loss of a batch whose tokens are all padding, which is NaN: the mean over all tokens is one without it."""
+    """The loss of a batch of padding only is NaN; its weight 0 keeps the mean over all tokens correct."""
 
     def log(task, batch):
         samples = [3, 0, 1][task.global_step]
@@ -254,7 +254,7 @@ def test_first_log_options_may_be_positional(tmp_path):
 
 @pytest.mark.parametrize("names", [("x", "x_epoch"), ("x_epoch", "x"), ("x", "x_step")])
 def test_two_values_do_not_share_a_name(tmp_path, names):
-    """One of them would be lost, and the other stand in its place."""
+    """Sharing a name would lose one of the values and record the other in its place."""
 
     def log(task, batch):
         for name in names:
@@ -327,7 +327,7 @@ def test_every_kind_of_number_can_be_logged(tmp_path, value):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("how", ["samples", "weight", "batch_size"])
 def test_an_epoch_mean_is_exact_over_ragged_batches(tmp_path, how, accumulate):
-    """Fifty samples in batches of eight: each weighs as many samples as it has, or what it is said to."""
+    """Fifty samples are in batches of eight: each batch weighs its number of samples, or the given weight."""
 
     def log(task, batch):
         inputs = batch[0]
@@ -377,7 +377,7 @@ def test_epoch_values_are_reduced_in_four_ways(tmp_path, reduce_fx, expected, as
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
 def test_device_values_are_reduced_like_numbers(reduce_fx):
-    """An accelerator's values are kept as tensors and folded in groups; a restored sum has the same bits."""
+    """Values on an accelerator are kept as tensors and reduced in groups; a restored sum is bitwise identical."""
     values = torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weights = [float(1 + number % 7) for number in range(200)]
     kept, restored, by_number = (Accumulator(reduce_fx) for _ in range(3))
@@ -395,7 +395,7 @@ def test_device_values_are_reduced_like_numbers(reduce_fx):
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
 def test_nan_stays_nan_however_values_are_reduced(reduce_fx, place, as_tensor):
-    """Wherever it comes, of numbers and of tensors, in one process and where those of several are brought together."""
+    """NaN may come from numbers or tensors, from one process or from a reduction over several."""
     ranks = [Accumulator(reduce_fx) for _ in range(3)]
     for rank, accumulator in enumerate(ranks):
         for value in [5.0, math.nan if rank == place else 1.0, 3.0]:
@@ -435,7 +435,7 @@ def test_nan_and_infinity_are_logged_unchanged(tmp_path):
 
 
 class Classification(lumen.TaskModule):
-    """Three classes; how the metrics are fed is a parameter."""
+    """Task with three classes; a parameter says how the metrics are updated."""
 
     def __init__(self, feed, metrics, itself=False, **options):
         super().__init__()
@@ -469,7 +469,7 @@ class Classification(lumen.TaskModule):
         self.follow(self.val_metrics, "val_", batch)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)  # the model stays, so that its metrics can be recomputed
+        return torch.optim.SGD(self.parameters(), lr=0.0)  # the model still exists, so its metrics can be recomputed
 
 
 def class_of(targets):
@@ -485,7 +485,7 @@ def metric_of(metric, task, samples):
 @pytest.mark.parametrize("feed", ["update", "forward"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_metric_is_computed_once_per_epoch(tmp_path, feed, accumulate):
-    metric = MulticlassAccuracy(3)  # a mean over classes: no mean over batches would give it
+    metric = MulticlassAccuracy(3)  # a mean over classes, which no mean over batches equals
     task = Classification(feed, metric)
     memory, trainer = fit(
         tmp_path, task, loader(50, 8), max_epochs=3, accumulate_grad_batches=accumulate, val_check_interval=0.5,
@@ -510,7 +510,7 @@ class Evaluated(lumen.TaskModule):
 @pytest.mark.parametrize("itself", [False, True])
 @pytest.mark.parametrize("feed", ["update", "forward"])
 def test_a_collection_is_logged_by_log_dict(tmp_path, feed, itself):
-    """Accuracy, precision and recall share their state inside a collection; the fourth has its own."""
+    """Accuracy, precision and recall share a state in the collection; the fourth metric has its own."""
     collection = MetricCollection(
         {
             "accuracy": MulticlassAccuracy(3),
@@ -588,7 +588,7 @@ def test_metric_may_be_logged_only_at_epoch_end(tmp_path):
 
 
 def test_one_metric_for_two_loaders_is_an_error(tmp_path):
-    """It would be fed by both, and neither value would be that of its loader."""
+    """Both loaders would update it, and neither value would be right."""
 
     class Shared(Regression):
         def __init__(self):
@@ -603,7 +603,7 @@ def test_one_metric_for_two_loaders_is_an_error(tmp_path):
         bare_trainer(tmp_path).validate(Shared(), [loader(8, 8), loader(8, 8)])
 
 
-# ---------------------------------------------------------------------- who reads it
+# ---------------------------------------------------------------------- readers of logged values
 
 
 def test_callback_metrics_hold_the_newest_values(tmp_path):
@@ -665,7 +665,7 @@ GRAPHS = weakref.WeakSet()
 
 
 class Traced(torch.autograd.Function):
-    """The identity; `GRAPHS` shows how many of its nodes in autograd graphs are alive."""
+    """Identity function; `GRAPHS` counts its living nodes in autograd graphs."""
 
     @staticmethod
     def forward(ctx, x):
@@ -808,7 +808,7 @@ def test_a_run_that_logs_nothing_writes_no_csv(tmp_path):
     assert not (trainer.run_directory / "metrics.csv").exists()
 
 
-# ---------------------------------------------------------------------- wrappers of torchmetrics over a resume
+# ---------------------------------------------------------------------- resume with wrappers of torchmetrics
 
 
 def test_trackers_and_bounds_of_metrics_are_resumed(tmp_path):

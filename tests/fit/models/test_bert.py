@@ -1,4 +1,4 @@
-"""The example that fine-tunes BERT: padding, layer-wise rates, gradual unfreezing that resumes exactly, the export."""
+"""Example that fine-tunes BERT: padding, layer-wise rates, gradual unfreezing that resumes exactly, and the export."""
 
 import json
 import shutil
@@ -136,7 +136,7 @@ def test_pretrained_model_is_finetuned_and_exported_for_transformers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(400)
-@pytest.mark.torture  # minutes of training: more than its limit where a processor is slow
+@pytest.mark.torture  # minutes of training: more than the time limit on a slow processor
 def test_pretraining_improves_origin_accuracy_to_60_percent(tmp_path):
     run_model("fit", "bert_pretrain", tmp_path)
     tuned = accuracy(tmp_path)

@@ -1,4 +1,4 @@
-"""The example that learns to see without labels."""
+"""Example that learns features without labels."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def test_augmented_views_differ_and_hide_a_square():
     assert one.shape == image.shape
     hidden = one[0].unfold(0, 8, 1).unfold(1, 8, 1).flatten(2).amax(-1)
     assert (hidden == 0).any()
-    assert ((one > 0) & (one < 1)).any()  # turned and stretched: its edges are grey
+    assert ((one > 0) & (one < 1)).any()  # rotated and stretched: its edges are grey
 
 
 class Followed(lumen.Callback):
-    """The parameters of the student after each step."""
+    """Callback that records the parameters of the student after each step."""
 
     def __init__(self):
         self.states = []

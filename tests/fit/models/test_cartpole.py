@@ -1,4 +1,4 @@
-"""The example that learns by playing: its physics, its advantages, and that it goes on with the games it played."""
+"""Example that learns by playing: its physics, its advantages, and a resume with the games that it played."""
 
 import pytest
 import torch

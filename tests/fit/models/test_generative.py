@@ -1,4 +1,4 @@
-"""The examples that make digits: the GAN and the VAE."""
+"""Examples that generate digits: the GAN and the VAE."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.helpers.cli import run_model
 from tests.helpers.tables import rows_of
 from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
 
-MIDDLE_DIGIT_NATS = 206.6  # an image, where each pixel is the coin that it is on the average
+MIDDLE_DIGIT_NATS = 206.6  # an image of which each pixel is a coin with the average probability
 
 
 def gan(width=4):
@@ -24,7 +24,7 @@ def gan(width=4):
 
 
 def spread(images):
-    """How far apart images are, a mean over pixels."""
+    """Return the distance between images, a mean over pixels."""
     return images.std(dim=0).mean().item()
 
 
@@ -54,7 +54,7 @@ def test_penalty_is_squared_critic_gradient_and_differentiable():
     digits, steps = torch.tensor([3, 1, 4]), 1e-6
     found = task.steepness(images, digits)
     squares = 0.0
-    for pixel in range(100, 784, 100):  # some of them, by differences
+    for pixel in range(100, 784, 100):  # some derivatives, by differences
         for row in range(3):
             there = images.clone()
             there.view(3, -1)[row, pixel] += steps

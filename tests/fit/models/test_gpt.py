@@ -1,4 +1,4 @@
-"""The example GPT: its sizes, its causality, its sampling, and that it learns."""
+"""Example GPT: its sizes, its causality, its sampling, and its learning."""
 
 import math
 
@@ -156,7 +156,7 @@ def test_each_dropout_alone_draws(part):
 
 
 def test_each_dropout_acts_where_gpt2_has_it():
-    """A probability of 1 leaves out all of a part, so that the rest can be computed by hand."""
+    """A probability of 1 drops a part completely, so that the rest can be computed by hand."""
     ids = tokens(2, 8)
 
     def transformer(**parts):
@@ -166,7 +166,7 @@ def test_each_dropout_acts_where_gpt2_has_it():
     residual = transformer(resid_pdrop=1.0)
     embedded = residual.tokens(ids) + residual.positions.weight
     torch.testing.assert_close(residual(ids), residual.head(residual.norm(embedded)))
-    assert not transformer(embd_pdrop=1.0)(ids).any()  # All biases begin at 0.
+    assert not transformer(embd_pdrop=1.0)(ids).any()  # all biases begin at 0
     other = ids.clone()
     other[:, :-1] = (ids[:, :-1] + 1) % VOCABULARY
     for probability in (0.0, 1.0):

@@ -1,4 +1,4 @@
-"""The example that fine-tunes GPT-2: a loss by letters, and tied weights in groups, frozen, and exported."""
+"""Example that fine-tunes GPT-2: a loss per letter, and tied weights in groups, frozen, and exported."""
 
 import json
 import math
@@ -112,7 +112,7 @@ def nats_per_letter(name, tmp_path, *arguments):
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
 def test_finetuning_reaches_perplexity_below_six(tmp_path):
-    full = "--trainer.precision=fp32"  # bfloat16 takes four times as long where the processor has none
+    full = "--trainer.precision=fp32"  # bfloat16 takes four times as long on a processor without support
     run_model("fit", "gpt2_pretrain", tmp_path, full, "--trainer.max_epochs=5")
     before = nats_per_letter("gpt2_pretrain", tmp_path, full, "--ckpt_path=last")
     init_from = f"--trainer.init_from.path={tmp_path}/gpt2_pretrain"

@@ -1,4 +1,4 @@
-"""The example with an adapter of peft: what is frozen stays, what is saved is read by peft, and it helps."""
+"""Example with an adapter of peft: frozen weights stay, peft reads the saved files, and training helps."""
 
 import json
 import shlex
@@ -22,7 +22,7 @@ from tests.helpers.working_directory import commands_in
 
 CONFIG = {"vocab_size": 256, "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2}
 NAMES = {r"^gpt\.": "gpt.base_model.model.", r"\.(c_attn|c_fc)\.": r".\1.base_layer."}
-PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers so
+PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # a deprecated call of peft to transformers
 
 
 def train(folder, task, **options):

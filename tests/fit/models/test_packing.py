@@ -1,4 +1,4 @@
-"""The example that packs texts: whatever stands beside a text, and however batches are cut, it counts alike."""
+"""Example that packs texts: each text counts alike next to any other text and in any batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A schedule that does not fit its run is found before the run begins; one that does is left in peace."""
+"""Horizons: a schedule that does not fit its run is found before the run begins, and any other one is accepted."""
 
 import logging
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `schedule
 
 
 class Planned(Regression):
-    """Stops right after the checks: what matters is what was said before the first step."""
+    """Task that stops right after the checks, with the messages before the first step."""
 
     def on_train_start(self):
         self.trainer.should_stop = True
@@ -47,7 +47,7 @@ def planned(schedule, options, kind=Planned):
 
 
 def said(tmp_path, caplog, schedule, options=None, samples=400, **length):
-    """The warnings about a schedule in a run with 100 steps an epoch."""
+    """Return the warnings about a schedule in a run with 100 steps an epoch."""
     task = planned(schedule, options or {})
     length = {"limit_train_batches": 100} | length
     trainer = quiet_trainer(tmp_path, logger=False, enable_checkpointing=False, log_level="WARNING", **length)
@@ -64,7 +64,7 @@ def warmed(optimizer):
     return SequentialLR(optimizer, [first, then], [100])
 
 
-# ---------------------------------------------------------------------- what cannot be meant
+# ---------------------------------------------------------------------- impossible schedules
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_certain_schedule_mistake_raises_before_training(tmp_path, caplog, sched
         said(tmp_path, caplog, schedule, options, **length)
 
 
-# ---------------------------------------------------------------------- what is probably not meant
+# ---------------------------------------------------------------------- probable mistakes
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_schedule_that_hardly_fits_is_one_warning(tmp_path, caplog, schedule, 
     assert warning.startswith("lr_scheduler: ")
 
 
-# ---------------------------------------------------------------------- what is in order
+# ---------------------------------------------------------------------- correct schedules
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The fused AdamW is AdamW, also with clipping, loss scaling and a way back; clipping means the same everywhere."""
+"""Fused AdamW: equal to AdamW with clipping, loss scaling and a restored state; clipping has one meaning everywhere."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_where_torch_has_no_fused_kernel_torch_chooses():
 
 
 class Fused(Regression):
-    """Trains with the fused AdamW a loss whose first gradients overflow in half precision."""
+    """Task that trains with the fused AdamW a loss whose first gradients overflow in half precision."""
 
     scale = 3e3
 
@@ -122,7 +122,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, precision):
 
 
 def test_fused_and_foreach_are_not_restored(tmp_path):
-    """A checkpoint of one machine does not bring its kernels to another."""
+    """A checkpoint of one machine does not carry its kernels to another."""
 
     class Plain(Fused):
         def configure_optimizers(self):
@@ -191,7 +191,7 @@ def test_clipping_uses_unscaled_gradients_in_every_precision(tmp_path, precision
             assert torch.equal(ours, parameter.grad)
     assert torch.equal(weights(task), weights(net))
     rows = [row.split(",") for row in (trainer.run_directory / "metrics.csv").read_text().splitlines()]
-    if algorithm == "norm":  # what is recorded is the norm before it was cut
+    if algorithm == "norm":  # the recorded norm is the one before clipping
         column = rows[0].index("grad_norm")
         assert [float(row[column]) for row in rows[1:] if row[column]] == pytest.approx(norms, rel=1e-6)
         assert min(norms) > 0.05

@@ -1,4 +1,4 @@
-"""Several optimizers as one train like a loop that steps each of them, and nothing that holds an optimizer notices."""
+"""Several optimizers as one: training equals a loop that steps each of them, and users of the optimizer see one."""
 
 import re
 import signal
@@ -28,7 +28,7 @@ WRAPS = {
 
 
 def bits(optimizer, module):
-    """State and options of every parameter, by name."""
+    """Return state and options of every parameter, by name."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     state = {names[parameter]: dict(entries) for parameter, entries in optimizer.state.items()}
     return state, [{**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups]
@@ -38,7 +38,7 @@ def bits(optimizer, module):
 
 
 class Scheduled(Both):
-    """A schedule that a loop by hand can give to each optimizer."""
+    """Task with a schedule that a loop by hand can give to each optimizer."""
 
     scheduled = "both"
 
@@ -114,7 +114,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, task, precision):
 
 
 class ByEpochs(Both):
-    """A schedule by epochs of the second optimizer; somebody may press Ctrl-C in a validation."""
+    """Task with a schedule by epochs for the second optimizer, which may interrupt itself in a validation."""
 
     interrupted = False
 
@@ -129,7 +129,7 @@ class ByEpochs(Both):
 
 
 def test_schedule_due_on_resume_causes_no_warning(tmp_path):
-    """Interrupted after an epoch's last step, before the first move of the schedule: torch warns of none."""
+    """The run stops after an epoch's last step, before the first move of the schedule: torch must not warn."""
 
     def train(folder, **options):
         task = made(ByEpochs, **options)
@@ -340,7 +340,7 @@ def test_momentum_schedule_over_mixed_names_is_rejected():
     assert [group["momentum"] for group in optimizer.param_groups] == [0.95, 0.95]
 
 
-# ---------------------------------------------------------------------- what the documentation shows
+# ---------------------------------------------------------------------- examples of the documentation
 
 
 def test_the_documented_task_trains(tmp_path):

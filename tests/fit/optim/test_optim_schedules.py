@@ -1,4 +1,4 @@
-"""Learning-rate schedules: their formulas, and warm-up before any of them."""
+"""Learning-rate schedules: their formulas, and a warm-up before any of them."""
 
 import math
 from itertools import pairwise
@@ -32,7 +32,7 @@ def sgd(*rates):
 
 
 def run(optimizer, scheduler, steps):
-    """The rates of each update, by group."""
+    """Return the rates of each update, by group."""
     rates = []
     for _ in range(steps):
         rates.append([float(group["lr"]) for group in optimizer.param_groups])
@@ -42,7 +42,7 @@ def run(optimizer, scheduler, steps):
 
 
 def curve(build, steps=40):
-    """The rates of an optimizer whose highest is 1."""
+    """Return the rates of an optimizer whose highest rate is 1."""
     optimizer = sgd()
     return [rate for (rate,) in run(optimizer, build(optimizer), steps)]
 
@@ -177,7 +177,7 @@ def with_plateau(warmup_steps, interval="step", **options):
 
 
 class Scheduled(Regression):
-    """Trains with what a function makes of its parameters, and notes the learning rate of each step."""
+    """Task with an optimizer that a function makes of its parameters; it records the learning rate of each step."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A schedule whose lengths are tokens stands where the tokens learned from say, exactly, also after a resume."""
+"""Schedules in tokens: the learning rate follows the number of trained tokens exactly, also after a resume."""
 
 import math
 
@@ -20,7 +20,7 @@ ALL = 3 * float(TOKENS.sum())  # tokens of three epochs
 
 
 class Language(lumen.TaskModule):
-    """A loss over a varying number of tokens per sample, whose learning rates are noted."""
+    """Task with a loss over a varying number of tokens per sample, which records its learning rates."""
 
     schedule = staticmethod(lambda optimizer: cosine(optimizer, round(ALL), warmup=200, floor=0.1))
     interval, options, scale = "token", {}, 1.0
@@ -58,7 +58,7 @@ def fit(folder, task, **options):
 
 
 def positions(accumulate):
-    """Tokens before each update."""
+    """Return the tokens before each update."""
     steps = [
         step
         for epoch in range(3)
@@ -106,7 +106,7 @@ def test_a_schedule_without_a_warm_up_follows_too(tmp_path):
 def test_a_resumed_run_stands_where_it_stood(tmp_path, precision, cut):
     def train(folder, **options):
         task = Language()
-        task.scale = 3e3 if precision == "fp16" else 1.0  # whose first gradients overflow
+        task.scale = 3e3 if precision == "fp16" else 1.0  # its first gradients overflow
         return fit(folder, task, precision=precision, accumulate_grad_batches=2, max_epochs=None, **options), task
 
     _, whole = train(tmp_path / "whole", max_steps=20)

@@ -1,4 +1,4 @@
-"""Learning rates move as in the hand-written loop, and what configure_optimizers returned is checked."""
+"""Schedulers: learning rates equal the hand-written loop, and the result of configure_optimizers is checked."""
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer,
 
 
 class Scheduled(Regression):
-    """Trains with what a function makes of its parameters, and notes the learning rate of each step."""
+    """Task with an optimizer that a function makes of its parameters; it records the learning rate of each step."""
 
     def __init__(self, configure):
         super().__init__()
-        self.hparams.clear()  # a function is no plain data
+        self.hparams.clear()  # a function is not plain data
         self.configure = configure
         self.rates = []
 
@@ -83,7 +83,7 @@ def test_rates_are_those_of_the_hand_written_loop(tmp_path, schedule, interval, 
     assert len(set(expected)) > 1
 
 
-# ---------------------------------------------------------------------- a warm-up in steps before what counts epochs
+# ---------------------------------------------------------------------- a warm-up in steps before a schedule in epochs
 
 LATER = {
     "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.5),
@@ -188,7 +188,7 @@ def test_warmup_function_then_plateau_resumes_exactly(tmp_path, cut):
     first, second = train(tmp_path, max_steps=cut), train(tmp_path, max_steps=34, resume="auto")
     assert first.rates + second.rates == whole.rates
     assert whole.rates[:10] == [0.1 * 0.05] * 5 + [0.1 * 0.3] * 5
-    assert whole.rates[10] == 0.1 * 0.5  # the value at the end of the warm-up is the first that it acts on
+    assert whole.rates[10] == 0.1 * 0.5  # the value at the end of the warm-up is the first one that the schedule uses
     assert whole.rates[-1] < 0.05
     assert torch.equal(weights(second), weights(whole))
 
@@ -211,7 +211,7 @@ def test_contradictory_warmup_options_are_rejected(tmp_path, options, message):
 @pytest.mark.parametrize("schedule", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
 @pytest.mark.parametrize("cut", [3, 5, 7, 10, 12])
 def test_warmup_before_epoch_schedule_resumes_exactly(tmp_path, schedule, cut):
-    """Within the warm-up of seven steps, at its end, at an epoch's end before and after it, and later."""
+    """The run resumes within the warm-up of seven steps, at its end, before and after an epoch's end, and later."""
 
     def train(folder, **options):
         later = LATER.get(schedule, lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
@@ -335,7 +335,7 @@ def test_plateau_logs_each_reduction_once(tmp_path):
 
 
 class Improving(Scheduled):
-    """Each validation is better than the one before, unless it says something else than its step."""
+    """Task whose validation values decrease at each step, except for given ones."""
 
     def __init__(self, *, names=("val_loss",), worse_at=None, **options):
         def configure(parameters):
@@ -368,7 +368,7 @@ def improve(tmp_path, task, **options):
 )
 @pytest.mark.parametrize("cut", [None, 3, 14])
 def test_a_plateau_moves_only_with_a_new_value(tmp_path, moves, validates, worse_at, first, cut):
-    """Every value is better but that of one validation: one step down, wherever the run was cut."""
+    """Every value improves except for one validation, so the rate falls once, wherever the run was resumed."""
     tasks = [Improving(worse_at=worse_at, **moves) for _ in range(2)]
     before = improve(tmp_path, tasks[0], max_steps=cut, **validates) if cut else []
     rates = before + improve(tmp_path, tasks[1], max_steps=30, resume="auto", **validates)
@@ -406,7 +406,7 @@ def test_non_strict_missing_monitor_keeps_the_rate(tmp_path):
 
 
 def with_schedule(wrap):
-    """A `configure_optimizers` that halves the rate after every epoch, in a given form."""
+    """Return a `configure_optimizers` that halves the rate after every epoch, in a given form."""
 
     def configure(parameters):
         optimizer = SGD(parameters, lr=0.1)

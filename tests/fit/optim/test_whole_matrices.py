@@ -1,4 +1,4 @@
-"""WholeMatrices where nothing is cut up: the optimizer inside, and what holds it notices nothing."""
+"""WholeMatrices with unsharded tensors: the inner optimizer and users of the optimizer work as usual."""
 
 import copy
 import pickle

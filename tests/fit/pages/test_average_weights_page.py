@@ -1,4 +1,4 @@
-"""The programs and commands of docs/guides/average-weights.md run."""
+"""Programs and commands of docs/guides/average-weights.md: each one runs."""
 
 import re
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def start(words, monkeypatch):
-    """The script with a command line, in this process."""
+    """Run the script with a command line in this process."""
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
 
@@ -47,7 +47,7 @@ def test_the_script_and_its_commands_run(monkeypatch, capsys):
 def test_the_commands_for_other_formats_run(monkeypatch, tmp_path):
     (tmp_path / "line.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "line", None)  # that it is imported here is undone
+    monkeypatch.setitem(sys.modules, "line", None)  # the import into this process is undone
     monkeypatch.delitem(sys.modules, "line")
     classes = ["--model=line.Line", "--data=line.Points", "--model.features=4", "--trainer.max_steps=1"]
     assert main(["fit", *classes, "--trainer.name=line"]) == 0

@@ -1,4 +1,4 @@
-"""The programs of the pages that somebody new reads first."""
+"""Programs of the first pages for newcomers."""
 
 import dataclasses
 import filecmp

@@ -1,4 +1,4 @@
-"""The programs and commands of the page on loggers."""
+"""Programs and commands of the page on loggers."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.helpers.pages import programs_run
 from tests.helpers.services import of_csv, of_wandb
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # SQLAlchemy to MLflow
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # a warning of SQLAlchemy about MLflow
 PAGE = (ROOT / "docs/guides/loggers.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The programs of the page on manual optimization run."""
+"""Programs of the page on manual optimization: each one runs."""
 
 from lumen.checkpoint import find_checkpoints
 from tests.helpers.pages import programs_run

@@ -1,4 +1,4 @@
-"""The programs of the page on comparing runs."""
+"""Programs of the page on comparing runs."""
 
 import pytest
 

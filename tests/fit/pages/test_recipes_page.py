@@ -1,4 +1,4 @@
-"""The programs of the pages of recipes and of reinforcement learning run, with few epochs."""
+"""Programs of the pages on recipes and on reinforcement learning: each one runs, with few epochs."""
 
 import numpy
 import pytest

@@ -1,4 +1,4 @@
-"""The configs of docs/guides/learning-rate-schedules.md build the schedules that the page describes."""
+"""Configs of docs/guides/learning-rate-schedules.md: each one builds the schedule that the page describes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The programs of the page on smaller models run, and quantization-aware training keeps the promises."""
+"""Programs of the page on smaller models: each one runs, and quantization-aware training keeps the promises."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_pruning_of_the_page_resumes_exactly(tmp_path, monkeypatch, cut):
         return task.state_dict()
 
     whole = trained("whole", max_epochs=5)
-    epochs = min(cut // 16, 3)  # an epoch that a run ends in the middle of is not pruned
+    epochs = min(cut // 16, 3)  # an epoch in which a run ends is not pruned
     kept = torch.cat([trained("parts", max_steps=cut)[f"net.{layer}.weight_mask"].flatten() for layer in (0, 2)])
     assert kept.mean().item() == pytest.approx(0.7**epochs, abs=1e-3)
     parts = trained("parts", max_epochs=5)
@@ -69,4 +69,4 @@ def test_quantized_training_equals_manual_loop_and_keeps_names(tmp_path):
     assert [name for name, _ in plain.named_parameters()] == [*ours]
     with torch.no_grad():
         inputs = torch.randn(4, 32)
-        assert not torch.equal(plain.net(inputs), Quantized().net(inputs))  # the same weights in few bits
+        assert not torch.equal(plain.net(inputs), Quantized().net(inputs))  # the same weights, quantized

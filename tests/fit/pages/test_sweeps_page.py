@@ -1,4 +1,4 @@
-"""The programs of the page on sweeps run, and what it says of them holds."""
+"""Programs of the page on sweeps: each one runs, and the statements of the page hold."""
 
 import pytest
 

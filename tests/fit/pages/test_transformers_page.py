@@ -1,11 +1,11 @@
-"""The programs of the page about transformers run."""
+"""Programs of the page on transformers: each one runs."""
 
 import pytest
 
 from lumen.checkpoint import find_checkpoints
 from tests.helpers.pages import programs_run
 
-PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers so
+PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # a deprecated call of peft to transformers
 
 
 @pytest.mark.filterwarnings(PEFT)

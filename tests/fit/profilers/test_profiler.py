@@ -1,4 +1,4 @@
-"""Profilers: they find where the time goes, change nothing, and leave nothing behind."""
+"""Profilers: they measure where the time goes, change nothing, and leave nothing behind."""
 
 import gzip
 import json
@@ -19,11 +19,11 @@ from lumen.cli import main
 from lumen.errors import ConfigError
 from tests.helpers.tasks import Regression, loader, quiet_trainer, regression_data
 
-SLEEP_S = 2**-5  # of which sums are exact
+SLEEP_S = 2**-5  # sums of this number are exact
 
 
 class Slow(Dataset):
-    """Sleeps as long for a batch of 8 as the others sleep once."""
+    """Data set that sleeps for a batch of 8 as long as the other parts sleep once."""
 
     def __init__(self, samples=40):
         self.inputs, self.targets = regression_data(samples)
@@ -75,7 +75,7 @@ class SlowOptimizer(torch.optim.SGD):
 
 
 class Scheduled(Regression):
-    """With a schedule that moves each step."""
+    """Task with a schedule that moves at each step."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
@@ -129,7 +129,7 @@ def test_what_sleeps_is_named(tmp_path, part, task, data, options):
 
 
 class Counting(Slow):
-    """Counts the samples that workers have made, which is the time here; they make no more than they may."""
+    """Profiler that counts the samples of workers, which are the time here; workers prefetch only as allowed."""
 
     def __init__(self, samples, pause_s=0.0, may_make=None):
         super().__init__(samples)
@@ -148,7 +148,7 @@ class Counting(Slow):
 
 
 class AheadOfSteps(Regression):
-    """In each of its steps workers make one batch, the one after next."""
+    """Task that waits in each step until workers have made one batch, the one after the next."""
 
     def __init__(self, dataset):
         super().__init__()
@@ -173,7 +173,7 @@ def test_workers_that_are_too_slow_are_waited_for(tmp_path, monkeypatch):
 
 
 def test_workers_that_are_fast_enough_are_not(tmp_path, monkeypatch):
-    """But for the first batch, beside which the second one is made."""
+    """Only the first batch takes longer, as workers make the second one at the same time."""
     dataset = Counting(80, may_make=16)
     profiler = fit_with_workers(tmp_path, monkeypatch, dataset, AheadOfSteps(dataset))
     times = {row.name: row.total_s for row in profiler.rows}
@@ -183,7 +183,7 @@ def test_workers_that_are_fast_enough_are_not(tmp_path, monkeypatch):
 
 
 def test_the_calls_of_each_part_are_counted(tmp_path):
-    """50 samples in batches of 8 are 7 micro-batches and 4 steps an epoch; 20 of validation are 3 batches."""
+    """50 samples in batches of 8 are 7 micro-batches and 4 steps an epoch; 20 validation samples are 3 batches."""
     trainer = simple_fit(
         tmp_path, Scheduled(), loader(50, 8), val=loader(20, 8), accumulate_grad_batches=2, gradient_clip_val=0.1,
         logger=True, log_every_n_steps=4, enable_checkpointing=True, num_sanity_val_steps=1,
@@ -197,7 +197,7 @@ def test_the_calls_of_each_part_are_counted(tmp_path):
         "loop": 0, "loop (validation)": 0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
-    assert "unscale" not in found  # fp32 has nothing to unscale
+    assert "unscale" not in found  # fp32 has no gradients to unscale
 
 
 def test_loaders_that_are_opened_anew_are_timed_too(tmp_path):
@@ -288,7 +288,7 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
     assert list(tmp_path.rglob("*")) == []
 
 
-# ---------------------------------------------------------------------- nothing else changes
+# ---------------------------------------------------------------------- no side effects
 
 SHORT_TRACE = {"wait": 1, "warmup": 1, "active": 2}
 
@@ -315,7 +315,7 @@ def test_profiling_does_not_change_the_run(tmp_path, profiler):
 
 
 def attributes(trainer):
-    """What every object that the loop calls holds of its own."""
+    """Return the attributes of every object that the loop calls."""
     run = trainer.run
     owners = [trainer, run, run.strategy, run.precision, run.calls, run.records, run.saves, run.optim.optimizer]
     owners += [run.loaders.train, *run.loaders.evaluation]
@@ -325,7 +325,7 @@ def attributes(trainer):
 
 
 class Failing(lumen.Callback):
-    """Ends a run in its fifth step, as it is asked to."""
+    """Callback that ends a run in its fifth step, in the given way."""
 
     def __init__(self, how):
         self.how = how
@@ -369,7 +369,7 @@ def test_profile_is_reported_after_an_early_end(tmp_path, how):
     assert text.splitlines()[2].startswith("training_step")
     log = (trainer.run_directory / "run.log").read_text()
     if how == "signal":
-        assert log.index("Resume with:") > log.index(text)  # the last line is the command that goes on
+        assert log.index("Resume with:") > log.index(text)  # the last line is the command that resumes the run
     else:
         assert text in log
 
@@ -406,7 +406,7 @@ def test_a_run_that_never_began_has_no_table(tmp_path, capsys):
 
 
 def traces(directory):
-    """Names and labels of the traces in a directory: how often each annotation is in it."""
+    """Return names and labels of the traces in a directory, with the count of each annotation."""
     found = {}
     for path in sorted(directory.iterdir()):
         with gzip.open(path, "rt") as file:
@@ -425,7 +425,7 @@ def test_trace_holds_labels_and_operators_of_active_steps(tmp_path, capsys):
     trainer.fit(Scheduled(), loader(64, 4), val_dataloaders=loader(8, 8))
     ((name, (labels, operators, _)),) = traces(trainer.run_directory / "profile").items()
     assert name.startswith("fit-step-00000004-rank0.")
-    assert name.endswith(".pt.trace.json.gz")  # as TensorBoard's plugin wants it
+    assert name.endswith(".pt.trace.json.gz")  # as TensorBoard's plugin expects it
     expected = {
         "ProfilerStep#2": 1, "ProfilerStep#3": 1, "training_step": 4, "backward": 4, "optimizer.step": 2,
         "optimizer.zero_grad": 2, "clip_grad_norm": 2, "StepLR.step": 2, "SlowCallback.on_after_backward": 4,
@@ -487,10 +487,10 @@ def test_shapes_memory_and_stacks_are_recorded_on_demand(tmp_path, capsys):
     _, header, *rows = capsys.readouterr().err.splitlines()
     assert header.split()[-4:] == ["self", "MB", "input", "shapes"]
     assert any(row.startswith("aten::addmm") and row.endswith("[[16], [8, 6], [6, 16]]") for row in rows)
-    assert not any(".py(" in row or row.startswith("<built-in") for row in rows)  # those are in the trace alone
+    assert not any(".py(" in row or row.startswith("<built-in") for row in rows)  # these are in the trace only
 
 
-# ---------------------------------------------------------------------- which one
+# ---------------------------------------------------------------------- choice of a profiler
 
 
 def test_a_profiler_goes_by_its_name():
@@ -540,7 +540,7 @@ def test_custom_profiler_sees_every_part(tmp_path):
 
 @pytest.fixture
 def configured(tmp_path, monkeypatch):
-    """A config file whose trainer has a profiler, in a working directory of its own."""
+    """Write a config file whose trainer has a profiler, in a temporary working directory."""
     monkeypatch.chdir(tmp_path)
 
     def write(profiler):
@@ -575,12 +575,12 @@ def test_a_config_names_a_profiler_or_describes_it(configured, tmp_path, capsys)
     assert "trainer.profiler" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- parts of the user's own
+# ---------------------------------------------------------------------- parts measured by the user
 
 
 class Encoding(Regression):
     def setup(self, stage):
-        with self.trainer.profiler.profile("early"):  # before anything is measured
+        with self.trainer.profiler.profile("early"):  # before any measurement
             pass
 
     def training_step(self, batch):
@@ -603,7 +603,7 @@ def test_a_task_measures_a_part_of_its_own(tmp_path):
     assert rows["training_step"].total_s < rows["encoder"].total_s
     assert not {"early", "around"} & rows.keys()
     assert "loop" in rows
-    quiet_trainer(tmp_path / "none", max_steps=1).fit(Encoding(), loader())  # none was asked for
+    quiet_trainer(tmp_path / "none", max_steps=1).fit(Encoding(), loader())  # no profiler was requested
 
 
 @pytest.mark.parametrize("kind", [lumen.SimpleProfiler, lumen.AdvancedProfiler, lumen.TorchProfiler])

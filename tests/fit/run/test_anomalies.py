@@ -1,4 +1,4 @@
-"""With `detect_anomaly` a loss or gradient that is not finite is one error with the line of the model that made it."""
+"""`detect_anomaly`: a loss or gradient that is not finite is one error with the line of the model that made it."""
 
 import warnings
 from pathlib import Path
@@ -18,7 +18,7 @@ MASK = torch.tensor([True, False])
 
 
 class Broken(Regression):
-    """Goes wrong in its second step."""
+    """Task that fails in its second step."""
 
     def __init__(self, way):
         super().__init__()
@@ -67,7 +67,7 @@ def line_of(way, what):
 
 def refusal(tmp_path, task, data=None, **options):
     trainer = bare_trainer(tmp_path, max_steps=3, detect_anomaly=True, **options)
-    with pytest.raises(NonFiniteLoss) as caught:  # and no warning, which would be an error
+    with pytest.raises(NonFiniteLoss) as caught:  # also no warning, which would be an error
         trainer.fit(task, data or loader())
     return str(caught.value)
 

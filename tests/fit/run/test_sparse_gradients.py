@@ -1,4 +1,4 @@
-"""`nn.Embedding(sparse=True)` trains as its dense twin does, on one device, in every kind of step."""
+"""`nn.Embedding(sparse=True)`: training equals a dense embedding on one device, in every kind of step."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ WORDS = 12
 
 
 class Words(lumen.TaskModule):
-    """Bags of words. The loss is a weighted mean, and some micro-batches are left out."""
+    """Task with bags of words. The loss is a weighted mean, and some micro-batches are skipped."""
 
     def __init__(self, sparse, *, weighted=False, left_out=(), kind="sgd"):
         super().__init__()
@@ -42,7 +42,7 @@ class Words(lumen.TaskModule):
 
 
 def data(samples=45):
-    """Words that repeat within a sample and a batch; many of them are in no batch."""
+    """Return words that repeat within a sample and a batch; many words are in no batch."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(0, 5, (samples, 3), generator=generator) * 2
     return DataLoader(TensorDataset(words, words.sum(1, keepdim=True).double().sin()), 4, shuffle=True)

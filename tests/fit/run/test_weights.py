@@ -1,4 +1,4 @@
-"""What each micro-batch counts in its step, and what happens to a loss that is no number."""
+"""Weights of micro-batches in a step, and losses that are not finite."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
 def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
-    """The factor that each micro-batch's gradient ends with, and the weights themselves."""
+    """Return the final factor of each micro-batch's gradient, and the weights themselves."""
     weighting = LossWeighting(is_set_by_task=by_task)
     weighting.begin_step(sum(known), 1 if alone else 2, guess)
     loss_factors = [weighting.get_loss_factor(*pair) for pair in zip(known, returned, strict=True)]
@@ -82,7 +82,7 @@ def test_weight_contradicting_batch_weight_raises():
 
 
 class Given(lumen.TaskModule):
-    """Its batches say which loss (times the parameter) and which weight to return."""
+    """Task whose batches contain the loss (times the parameter) and the weight to return."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class Given(lumen.TaskModule):
 
 
 class WeighedByBatch(Given):
-    """Knows its weights before the forward."""
+    """Task that knows its weights before the forward."""
 
     def training_step(self, batch):
         return super().training_step(batch)[0]
@@ -111,7 +111,7 @@ class WeighedByBatch(Given):
 
 
 def batches(*pairs):
-    """One micro-batch for each (loss, weight)."""
+    """Return one micro-batch for each (loss, weight)."""
     return DataLoader(torch.tensor(pairs, dtype=torch.float64), 1)
 
 
@@ -159,14 +159,14 @@ def test_the_epoch_is_named_too(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_non_finite_loss_of_weight_zero_raises(tmp_path, precision, accumulate):
-    """0 x NaN is NaN: a masked mean over nothing would poison the gradients of the whole step."""
+    """0 x NaN is NaN: a masked mean over no token would spoil the gradients of the whole step."""
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate, precision=precision)
     with pytest.raises(NonFiniteLoss, match=r"although its weight is 0.*Divide by max\(count, 1\)"):
         trainer.fit(Given(), batches((1.0, 1.0), (math.nan, 0.0)))
 
 
 class Root(Regression):
-    """Has a finite loss whose gradient is NaN in one step: the derivative of sqrt at 0, times 0."""
+    """Task with a finite loss whose gradient is NaN in one step: the derivative of sqrt at 0, times 0."""
 
     def __init__(self, bad_step):
         super().__init__()
@@ -194,12 +194,12 @@ def test_parameters_that_are_not_finite_are_never_committed(tmp_path):
         first.fit(Root(3), loader())
     assert first.checkpoint_callback.last_model_path.endswith("step-00000003")
     second = trainer()
-    second.fit(Root(None), loader())  # the mistake is corrected
+    second.fit(Root(None), loader())  # the bug is fixed
     assert second.global_step == 8
 
 
 class Overflowing(Regression):
-    """Overflows in fp16 until the scale has fallen far."""
+    """Task that overflows in fp16 until the scale has fallen far."""
 
     def training_step(self, batch):
         return super().training_step(batch) * 2e4
@@ -219,7 +219,7 @@ def test_skipped_fp16_updates_are_logged_without_flooding(tmp_path, caplog):
     assert caplog.text.count("skipped an update, because its gradients overflow at a loss scale of 65536") == 1
     assert "skipped 5 updates in a row, and the loss scale has fallen to 2048" in caplog.text
     assert f"fp16: {skipped} updates were skipped" in caplog.text
-    assert run(max_steps=6) >= skipped  # all of the run's are counted
+    assert run(max_steps=6) >= skipped  # the count includes all of the run
     assert "an update was skipped" not in caplog.text
 
 

@@ -1,6 +1,6 @@
-"""What can be shown of CUDA without a device: in which order, where, and how often it is asked for something.
+"""Order, device and number of CUDA calls, shown without a device.
 
-What a device does with it is in `test_cuda.py`.
+`test_cuda.py` tests the effect on a device.
 """
 
 import weakref
@@ -39,7 +39,7 @@ PACKED = pack_sequence([torch.ones(3)])
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How tensors were asked to move: (device, whether the host goes on at once)."""
+    """Record requests to move tensors: (device, whether the host continues at once)."""
     asked, to = [], torch.Tensor.to
 
     def noted(tensor, *given, non_blocking=False, **options):
@@ -59,7 +59,7 @@ def test_copies_are_synchronous_except_to_cuda(asked, device, beside):
 
 
 class Device:
-    """Streams and events that note what they are asked for, in order."""
+    """Fake device whose streams and events record their calls, in order."""
 
     def __init__(self, monkeypatch):
         self.log, self.events = [], 0
@@ -107,7 +107,7 @@ def device(monkeypatch):
 
 
 def test_the_host_is_two_copied_batches_ahead(device):
-    copies = CopyStream(torch.device("meta"), None)  # its first event says that the copies are done
+    copies = CopyStream(torch.device("meta"), None)  # its first event marks the end of the copies
     for number in range(1, 5):
         device.log.clear()
         assert copies.move_batch((torch.ones(1 << 14),))[0].is_meta
@@ -132,7 +132,7 @@ def test_runs_of_a_process_copy_on_one_stream(device):
 
 
 class OnDevice(torch.Tensor):
-    """A number that says it is on a second device."""
+    """Tensor that claims to be on a second device."""
 
     is_cuda = True
     device = torch.device("cuda:1")
@@ -140,7 +140,7 @@ class OnDevice(torch.Tensor):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Pinned numbers that were made."""
+    """Record the pinned tensors that are made."""
     made, empty = [], torch.empty
 
     def pinned(*shape, pin_memory, **options):
@@ -157,7 +157,7 @@ def on_device(value):
 
 
 def test_non_finite_check_names_the_step_of_loss(device, made):
-    """The event is recorded on the device of the loss, not on the current one."""
+    """The event is recorded on the device of the loss, not on the current device."""
     checks = NonFiniteCheck()
     for step, value in enumerate([0.5, float("nan"), 0.25], 1):
         checks.check(on_device(value), 1.0, lambda step=step: (step, 0, step))
@@ -281,7 +281,7 @@ class Sharding(lumen.Strategy):
 
 @pytest.fixture
 def marks(monkeypatch):
-    """How often it was said that a new step begins, where graphs would be replayed."""
+    """Count the marks of a new step, in a run that replays graphs."""
     marks = []
     monkeypatch.setattr(Compilation, "replays_graphs", lambda compilation, device: True)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
@@ -316,7 +316,7 @@ def test_options_incompatible_with_cuda_graphs_are_rejected(marks, tmp_path, opt
 
 
 class Recorded:
-    """Processes that only note what they are given."""
+    """Processes that only record their arguments."""
 
     world_size, rank = 2, 0
 
@@ -368,7 +368,7 @@ def test_synchronized_norms_allow_skipping_in_one_process(tmp_path):
 
 @pytest.fixture
 def pinned(monkeypatch):
-    """The bytes of each block of pinned memory that was asked for, and how often unused ones were given back."""
+    """Record the bytes of each requested block of pinned memory, and how often unused blocks were released."""
     asked, empty = [], torch.empty
 
     def noted(*shape, pin_memory=False, **options):
@@ -391,11 +391,11 @@ def test_pinned_memory_is_allocated_in_shared_blocks(pinned):
     assert all((buffers[key].shape, buffers[key].dtype) == (each.shape, each.dtype) for key, each in tensors.items())
     for key, tensor in tensors.items():
         buffers[key].copy_(tensor)
-    assert all(torch.equal(buffers[key], tensor) for key, tensor in tensors.items())  # none lies in another's place
+    assert all(torch.equal(buffers[key], tensor) for key, tensor in tensors.items())  # the blocks do not overlap
     assert all(buffer.data_ptr() % 64 == 0 for buffer in buffers.values())
     needed = sum(tensor.nbytes for tensor in tensors.values())
     alone = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors.values() if tensor.nbytes)
-    assert all(size.bit_count() == 1 for size in pinned)  # what torch would round up is none
+    assert all(size.bit_count() == 1 for size in pinned)  # torch would round up the size
     assert len(pinned) < len(tensors) / 2
     assert needed < sum(pinned) < needed + (alone - needed) / 4
     assert allocate_pinned_like({}) == {}

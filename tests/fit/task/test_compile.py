@@ -1,4 +1,4 @@
-"""A compiled run: what is compiled, that nothing else changes, and what is said when it cannot be."""
+"""Compiled runs: the compiled modules, equal results, and the messages if a module cannot be compiled."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from lumen.cli import main
 from lumen.errors import ConfigError
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer, regression_data
 
-pytestmark = pytest.mark.filterwarnings(  # of torch's own code, when it compiles and when it is imported for it
+pytestmark = pytest.mark.filterwarnings(  # torch's own code warns when it compiles and when it is imported for this
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.torch.jit:DeprecationWarning"
 )
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Stack(Regression):
-    """Six equal blocks and a head, seen by `forward` and by a step that does without."""
+    """Task with six equal blocks and a head, called by `forward` and by a step without it."""
 
     def __init__(self, dropout=0.0, **others):
         super().__init__(**others)
@@ -51,7 +51,7 @@ class Stack(Regression):
 
 
 class Parts(Stack):
-    """Its steps call the modules, never the task."""
+    """Task whose steps call the modules, never the task."""
 
     def training_step(self, batch):
         loss = nn.functional.mse_loss(Stack.forward(self, batch[0]), batch[1])
@@ -73,7 +73,7 @@ def same(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-# ---------------------------------------------------------------------- what is compiled
+# ---------------------------------------------------------------------- compiled modules
 
 BLOCKS = {f"blocks.{number}" for number in range(6)}
 
@@ -93,7 +93,7 @@ def test_the_modules_that_are_asked_for_are_compiled(tmp_path, task, setting, co
     fit(tmp_path, ours, compile={"backend": counter} | setting)
     assert ours.compiled == compiled
     assert counter.frame_count == graphs
-    assert same(ours, Stack()) is False  # it has trained
+    assert same(ours, Stack()) is False  # the task has been trained
 
 
 @pytest.mark.parametrize("setting", [None, False])
@@ -113,7 +113,7 @@ def test_layers_may_be_built_late(tmp_path):
     assert task.compiled == BLOCKS | {"blocks.6"}
 
 
-# ---------------------------------------------------------------------- nothing else changes
+# ---------------------------------------------------------------------- unchanged results
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_afterwards_the_task_is_as_it_was(tmp_path, fail):
                 raise KeyError("on purpose")
 
     task = Failing()
-    task.blocks[0].compile(backend="eager")  # the user's own doing
+    task.blocks[0].compile(backend="eager")  # compiled by the user
     own = task.blocks[0]._compiled_call_impl
     inside = [*task.modules()][1:]
     before = [{*vars(module)} for module in inside]
@@ -198,11 +198,11 @@ def test_a_forward_that_logs_is_compiled_around_it(tmp_path):
     assert trainers[0].callback_metrics == trainers[1].callback_metrics
 
 
-# ---------------------------------------------------------------------- the same again
+# ---------------------------------------------------------------------- repeatable results
 
 
 class Wide(Regression):
-    """Its sums over a batch are rounded differently where the code serves every shape."""
+    """Task whose sums over a batch are rounded differently if one graph serves every shape."""
 
     def __init__(self, **others):
         super().__init__(**others)
@@ -214,7 +214,7 @@ class Wide(Regression):
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize(("kind", "setting"), [pytest.param(Wide, True, marks=pytest.mark.slow), (Stack, "Block")])
 def test_resumed_compiled_run_equals_uninterrupted_run(tmp_path, kind, setting):
-    """Compiled for real, with dropout and short last batches; each run compiles again."""
+    """The test really compiles, with dropout and short last batches; each resumed run compiles again."""
     tasks = []
     for root, stops in ((tmp_path / "whole", (12,)), (tmp_path / "parts", (3, 7, 12))):
         for steps in stops:
@@ -227,7 +227,7 @@ def test_resumed_compiled_run_equals_uninterrupted_run(tmp_path, kind, setting):
     assert trainer.callback_metrics["val_loss"] < 10
 
 
-# ---------------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------------- refused models
 
 
 class Unprepared(lumen.DataModule):
@@ -308,7 +308,7 @@ def test_compiled_layer_without_float16_kernel_is_named(tmp_path):
 
 
 class Lengths(Regression):
-    """Every batch has a length of its own."""
+    """Task of which every batch has a different length."""
 
     def train_dataloader(self):
         inputs, targets = regression_data(50)

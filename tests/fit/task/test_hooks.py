@@ -1,4 +1,4 @@
-"""Hooks are called in the order that Callback draws, callbacks before the task, and batches reach them whole."""
+"""Hooks: called in the order of the map in Callback, callbacks before the task, with complete batches."""
 
 import dataclasses
 import re
@@ -56,7 +56,7 @@ def test_fit_follows_the_hook_order(tmp_path):
 
 
 def test_fit_with_accumulation_follows_the_hook_order(tmp_path):
-    """With validations inside the epoch."""
+    """The epoch has validations inside."""
     assert record(fit(tmp_path, max_epochs=2, **EVERY_HALF)) == follow("fit", **ANEW, epoch=[epoch(*HALVES)] * 2)
 
 
@@ -78,7 +78,7 @@ def test_saving_fit_follows_the_hook_order(tmp_path):
 
 
 def save(tmp_path, number, **options):
-    """Make a checkpoint of a step. Returns where it is."""
+    """Save a checkpoint of a step. Return its path."""
     path = tmp_path / "checkpoint"
 
     def run(task, data, callbacks):
@@ -148,9 +148,9 @@ def test_error_calls_every_on_exception_and_teardown(tmp_path):
 
 # ---------------------------------------------------------------------- Lightning's order
 
-#: A boundary's hooks, those of callbacks that a task has here too, and what Lightning has of validation and test.
+#: Hooks at the end of a step, callback hooks that only Lumen's tasks have, and Lightning's of validation and test.
 ONLY_LUMENS = r"first\.on_step_.*|task\.on_(step|sanity_check)_.*|task\.on_predict_model_train"
-#: What the guide names as called at another place.
+#: Hooks that the guide lists as called at another place.
 MOVED = {
     "fit": "(train|val)_dataloader|on_before_zero_grad|optimizer_zero_grad|optimizer_step|lr_scheduler_step",
     "fit by hand": "(train|val)_dataloader|on_before_zero_grad",
@@ -190,12 +190,12 @@ def test_order_equals_lightning_except_documented_differences(tmp_path, what):
 
     assert apart(ours)[0] == apart(theirs)[0]
     added = {"fit by hand": {"callback.on_before_zero_grad": 3, "task.on_before_zero_grad": 3}}
-    added["fit resumed"] = {"data.load_state_dict": 1}  # of Lightning's if its state is not empty
+    added["fit resumed"] = {"data.load_state_dict": 1}  # Lightning calls it if the state is not empty
     assert apart(ours)[1] - apart(theirs)[1] == Counter(added.get(what, {}))
     assert not apart(theirs)[1] - apart(ours)[1]
 
 
-# ---------------------------------------------------------------------- which hooks are called, and with what
+# ---------------------------------------------------------------------- called hooks and their arguments
 
 
 def test_a_hook_that_nobody_defines_is_not_called(tmp_path):
@@ -244,7 +244,7 @@ def test_hooks_may_be_inherited_mixed_in_or_decorated(tmp_path):
 
 
 class Returning(Regression):
-    """Returns its loss and more, all with a graph."""
+    """Task that returns its loss and other tensors, all with a graph."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -255,7 +255,7 @@ class Returning(Regression):
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("of_the_task", [False, True])
 def test_outputs_of_a_training_batch_have_no_graph(tmp_path, options, of_the_task):
-    """Whoever keeps them would keep everything that they were computed by."""
+    """Keeping an output would otherwise keep every tensor that it was computed from."""
     seen = []
     task, keep = Returning(), lambda trainer, task, outputs, batch, batch_idx: seen.append(outputs)
     callbacks = [lumen.LambdaCallback(on_train_batch_end=keep)]
@@ -393,7 +393,7 @@ def nested_batch():
 
 
 def shape_of(batch):
-    """The structure of a batch with its tensors replaced by (device, shape)."""
+    """Return the structure of a batch with its tensors replaced by (device, shape)."""
     if isinstance(batch, torch.Tensor):
         return batch.device.type, tuple(batch.shape)
     if isinstance(batch, PackedSequence):
@@ -434,7 +434,7 @@ def test_all_tensors_of_a_nested_batch_are_moved(device):
 
 
 class Encoding(UserDict):
-    """A mapping that moves itself, as tokenizers return."""
+    """Mapping that moves itself to a device, as tokenizers return."""
 
     def __init__(self, data=None, lengths=None):
         super().__init__(data)
@@ -485,7 +485,7 @@ def test_batch_is_moved_to_the_device_of_task(tmp_path):
 
 
 class Transferring:
-    """Transfer hooks that note who they belong to, and in which order they come."""
+    """Base class whose transfer hooks record their owner and their order."""
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return [*batch, f"{type(self).__name__} before {dataloader_idx}"]

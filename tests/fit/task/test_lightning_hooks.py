@@ -1,4 +1,4 @@
-"""Every method that was a hook in some Lightning 1.0 to 2.6 is called, or refused with what to write instead."""
+"""Lightning's hooks: each hook of any Lightning 1.0 to 2.6 is called, or refused with the replacement."""
 
 import importlib
 import inspect
@@ -22,14 +22,14 @@ ON_PARTS = [
     for part in ("epoch", "batch")
     for end in ("start", "end")
 ]
-#: Of ModelHooks, Callback: what both have had, in 1.0.8, 1.2.10, 1.3.8, 1.5.10, 1.7.7, 1.9.5, 2.0.9, 2.3.3 or 2.6.0.
+#: Hooks of ModelHooks and Callback in 1.0.8, 1.2.10, 1.3.8, 1.5.10, 1.7.7, 1.9.5, 2.0.9, 2.3.3 or 2.6.0.
 SHARED = [
     *ON_STAGES, *ON_PARTS, "setup", "teardown", "on_fit_start", "on_fit_end", "on_before_zero_grad",
     "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_save_checkpoint", "on_load_checkpoint",
     "on_epoch_start", "on_epoch_end", "on_pretrain_routine_start", "on_pretrain_routine_end",
 ]  # fmt: skip
 LOADERS = ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"]
-#: Of DataHooks.
+#: Hooks of DataHooks.
 DATA = [
     *LOADERS, "prepare_data", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer",
     "on_train_dataloader", "on_val_dataloader", "on_test_dataloader", "on_predict_dataloader",
@@ -84,7 +84,7 @@ def fail(trainer, *_):
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory):
-    """Names that were called in a run that is saved, goes on, fails, and is evaluated, by whose they are."""
+    """Return the names called in a run that is saved, resumes, fails, and is evaluated, by their owner."""
     path, seen = tmp_path_factory.mktemp("called"), {kind: set() for kind in KINDS}
 
     def noting(kind, base, name):
@@ -382,7 +382,7 @@ def defining(base, *names):
 @pytest.mark.parametrize(
     ("base", "name", "meant"),
     [
-        (Task, "predict_stepp", None),  # it is defined
+        (Task, "predict_stepp", None),  # this hook is defined
         (lumen.TaskModule, "validaton_step", "validation_step"),
         (Task, "on_train_epoch_ends", "on_train_epoch_end"),
         (Task, "on_training_epoch_end", "on_train_epoch_end"),
@@ -434,7 +434,7 @@ def test_helpers_and_mixins_are_no_misspelled_hooks():
             return []
 
         def validaton_step(self):
-            """What the mixin calls."""
+            """Do nothing; the mixin calls this name."""
 
     assert describe_misspelt_hooks(Helped(), defining(Data, *HELPERS), [defining(Quiet, *HELPERS)]) == []
     assert describe_misspelt_hooks(defining(Task, *HELPERS), None, []) == []

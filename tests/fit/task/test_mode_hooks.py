@@ -1,4 +1,4 @@
-"""A task may say itself which modules are in eval mode during an evaluation, and how they are left."""
+"""Mode hooks: a task may choose which modules are in eval mode during an evaluation, and restore their modes."""
 
 import logging
 
@@ -11,7 +11,7 @@ STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 class Seen(Regression):
-    """Notes the modes of its dropout and of the whole in each step."""
+    """Task that records the modes of its dropout and of the task in each step."""
 
     def __init__(self):
         super().__init__(dropout=0.5)

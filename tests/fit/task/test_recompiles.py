@@ -1,4 +1,4 @@
-"""What a compiled run compiles, it compiles in its first steps: counted."""
+"""Recompiles: a run compiles all its graphs in its first steps, as the compiler's counters show."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from lumen.errors import ConfigError
 from tests.helpers.recompiles import EPOCHS, Deep, count
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader
 
-pytestmark = pytest.mark.filterwarnings(  # of torch's own code, when it compiles and when it is imported for it
+pytestmark = pytest.mark.filterwarnings(  # torch's own code warns when it compiles and when it is imported for this
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.torch.jit:DeprecationWarning"
 )
 
@@ -23,7 +23,7 @@ class Normed(Regression):
 
 
 class BlocksFirst(Deep):
-    """The input of its first block needs no gradient, that of the others does."""
+    """Task in which the input of the first block needs no gradient, and the other inputs do."""
 
     def forward(self, inputs):
         for block in self.blocks:
@@ -45,7 +45,7 @@ class ByHand(Deep):
 
 
 class Gan(lumen.TaskModule):
-    """Two networks in turn, the parameters of the other one without gradients."""
+    """Task with two networks in turn; the other network's parameters have no gradients."""
 
     automatic_optimization = False
 
@@ -75,7 +75,7 @@ class Gan(lumen.TaskModule):
 
 
 class Telling(Deep):
-    """Logs in its `forward`, which is compiled."""
+    """Task that logs in its `forward`, which is compiled."""
 
     def forward(self, inputs):
         outputs = super().forward(inputs)
@@ -89,7 +89,7 @@ EVERYTHING = {
     "log_every_n_steps": 1,
 }  # fmt: skip
 SHORT = (loader, 44)  # five batches of eight, and one of four
-#: What is run, and how many graphs it is in all: one for training, one for evaluation.
+#: Compiled runs, and their number of graphs: one for training, one for evaluation.
 CASES = {
     "plain": (Regression, {}, 2),
     "logged, with a schedule": (Deep, {}, 2),
@@ -113,7 +113,7 @@ CASES = {
 
 @pytest.mark.parametrize(("task", "options", "graphs"), CASES.values(), ids=CASES)
 def test_nothing_recompiles_after_the_first_epoch(tmp_path, task, options, graphs):
-    """No graph is broken either."""
+    """No graph breaks either."""
     options = options | {"callbacks": [make() for make in options.get("callbacks", ())]}
     first, *others = count(tmp_path, task(), **options)
     assert others == [first] * (EPOCHS - 1)
@@ -127,7 +127,7 @@ def test_first_training_and_evaluation_steps_compile(tmp_path):
 
 
 def test_logging_in_forward_breaks_graph_without_recompiling(tmp_path, capfd):
-    """The call lies between two graphs, where nothing is compiled."""
+    """The call is between two graphs, where no code is compiled."""
     first, *others = count(tmp_path, Telling())
     assert others == [first] * (EPOCHS - 1)
     graphs, breaks, _ = first
@@ -149,7 +149,7 @@ def test_patched_task_methods_are_restored(tmp_path, fail):
     assert {name: vars(lumen.TaskModule)[name] for name in own} == own
 
 
-# ---------------------------------------------------------------------- what does compile anew
+# ---------------------------------------------------------------------- expected recompiles
 
 
 class Backbone(Regression):
@@ -165,7 +165,7 @@ class Backbone(Regression):
 
 
 class Dated(Regression):
-    """Reads in its `forward` a number that changes with the epochs."""
+    """Task whose `forward` reads a number that changes with the epochs."""
 
     def forward(self, inputs):
         return super().forward(inputs) * (1 + self.current_epoch)

@@ -1,4 +1,4 @@
-"""A teacher follows its student as in the loop written by hand: once for each update, and nothing else moves it."""
+"""Teacher: moves towards its student like in the loop by hand, once for each update, and never otherwise."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_layers_of_configure_model_begin_alike(tmp_path):
     assert not torch.equal(task.student[0].weight, task.first["0.weight"])
 
 
-@pytest.mark.filterwarnings(  # of torch's own code, when it compiles
+@pytest.mark.filterwarnings(  # torch's own code warns when it compiles
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.torch.jit:DeprecationWarning"
 )
 def test_it_moves_without_a_recompilation(tmp_path):

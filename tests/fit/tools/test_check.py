@@ -1,4 +1,4 @@
-"""`lumen check` names the mistake that is there, and none where there is none."""
+"""`lumen check`: names an existing mistake, and reports none in a correct training."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.helpers.tables import rows_of
 
 @pytest.fixture
 def checked(tmp_path, monkeypatch, capsys):
-    """Checks settings in an empty directory."""
+    """Check settings in an empty directory."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words, **settings):

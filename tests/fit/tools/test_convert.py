@@ -1,4 +1,4 @@
-"""`lumen convert`: pickles made safetensors, by a reader that runs no code of theirs."""
+"""`lumen convert`: turns pickles into safetensors with a reader that executes none of their code."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def refused(capsys, *words, code=2):
 
 
 def lightnings(task, **more):
-    """A checkpoint as Lightning 2 writes it."""
+    """Write a checkpoint like Lightning 2."""
     optimizer = torch.optim.AdamW(task.parameters())
     task(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -202,7 +202,7 @@ def test_what_only_code_could_make_is_not_made(capsys, what):
     ],
 )
 def test_what_cannot_be_converted_says_why(capsys, content, request_, said):
-    """What the other process does, here: it takes seconds to start."""
+    """The test calls the function of the other process here, since a new process takes seconds to start."""
     torch.save(content, "content.pt")
     unpickle.main("content.pt", "out.safetensors", json.dumps(request_), "temporary")
     assert said in json.loads(capsys.readouterr().out)["wrong"]
@@ -226,7 +226,7 @@ def test_invalid_arguments_are_found_before_the_work(capsys):
 
 @pytest.mark.parametrize("content", ["not a pickle", ""])
 def test_other_file_is_reported_as_no_pickle(capsys, content):
-    """Runs in this process what `lumen convert` runs in another one."""
+    """The test calls the function that `lumen convert` runs in another process."""
     Path("text.ckpt").write_text(content)
     unpickle.main("text.ckpt", "out.safetensors", "{}", "temporary")
     said = json.loads(capsys.readouterr().out)["refused"]

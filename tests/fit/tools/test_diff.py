@@ -1,4 +1,4 @@
-"""`lumen diff` and `lumen replay`: where two runs part, and a step of one made again."""
+"""`lumen diff` and `lumen replay`: the first difference of two runs, and one step of a run computed again."""
 
 import io
 import json
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def fit(*words):
-    """Train `line.yaml`; the run's directory."""
+    """Train `line.yaml`; return the run's directory."""
     before = {*Path("runs").glob("*")} if Path("runs").exists() else set()
     assert main(["fit", "--config", "line.yaml", *words]) == 0
     (run,) = {*Path("runs").glob("*")} - before
@@ -40,7 +40,7 @@ def fit(*words):
 
 @pytest.fixture
 def told(capsys):
-    """What a command prints on stdout, with its exit code."""
+    """Return the stdout of a command and its exit code."""
 
     def run(*words):
         capsys.readouterr()
@@ -52,7 +52,7 @@ def told(capsys):
 
 @pytest.fixture
 def found(told):
-    """The JSON of `lumen diff`, with its exit code."""
+    """Return the JSON of `lumen diff` and its exit code."""
 
     def run(*words):
         code, out = told("diff", *words, "--json")
@@ -66,7 +66,7 @@ def contents(folder):
 
 
 def disturb(run, step, name, factor):
-    """Change a value that a run has recorded."""
+    """Change a value in the record of a run."""
     table = Path(run, "metrics.csv")
     head, *rows = (row.split(",") for row in table.read_text().splitlines())
     at = head.index(name)

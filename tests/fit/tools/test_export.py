@@ -1,4 +1,4 @@
-"""`lumen export`: what it writes, anyone can load; what it refuses, it refuses before anything is written."""
+"""`lumen export`: standard tools load its files, and a refused export writes nothing."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class Average(lumen.Callback):
-    """What a user writes: averages in a callback, by the parameters' names."""
+    """Callback like a user's: averages of the parameters, by name."""
 
     def __init__(self):
         self.values = {}
@@ -36,7 +36,7 @@ class Average(lumen.Callback):
 
 
 class Trailing(Average):
-    """Another one with two averages."""
+    """Callback with two averages."""
 
     def state_dict(self):
         return {"slow": dict(self.values), "fast": dict(self.values)}
@@ -48,7 +48,7 @@ def working_directory(tmp_path, monkeypatch):
 
 
 def tensors(*words):
-    """What is in the file that an export of the run makes."""
+    """Return the tensors in the file that an export of the run writes."""
     export("runs/run", "--output", "weights.safetensors", *words)
     found = load_file("weights.safetensors")
     Path("weights.safetensors").unlink()
@@ -57,7 +57,7 @@ def tensors(*words):
 
 @pytest.fixture
 def refused(capsys):
-    """Export in a way that must fail and leave nothing; return the message."""
+    """Export in a way that must fail without leaving a file; return the message."""
 
     def run(*words, code):
         before = sorted(Path().rglob("*"))
@@ -72,7 +72,7 @@ def refused(capsys):
     return run
 
 
-# ---------------------------------------------------------------------- what is in it
+# ---------------------------------------------------------------------- contents
 
 
 def test_export_loads_into_plain_module_with_same_outputs():
@@ -145,7 +145,7 @@ def test_every_dtype_that_safetensors_has_arrives(refused):
     assert "a.wide is torch.complex128, which safetensors" in refused("step-2", "--output", "x.safetensors", code=1)
 
 
-# bits of the mantissa, and what is subtracted from the exponent
+# bits of the mantissa, and the bias of the exponent
 FLOAT8 = {
     torch.float8_e4m3fn: (3, 7), torch.float8_e4m3fnuz: (3, 8),
     torch.float8_e5m2: (2, 15), torch.float8_e5m2fnuz: (2, 16),
@@ -153,7 +153,7 @@ FLOAT8 = {
 
 
 def value_of(byte, kind):
-    """What a byte means, by the definition of the format."""
+    """Return the value of a byte by the definition of the format."""
     if kind == torch.float8_e8m0fnu:
         return math.nan if byte == 255 else 2.0 ** (byte - 127)
     mantissa_bits, bias = FLOAT8[kind]
@@ -206,7 +206,7 @@ def test_packed_dtypes_are_rejected(refused):
 
 
 def test_lookaheads_slow_weights_stand_for_the_parameters(capsys):
-    task = fit(k=4)  # the sixth step lies between two exchanges
+    task = fit(k=4)  # the sixth step is between two exchanges
     slow = {name: task.optimizers().state[p].get("slow") for name, p in task.named_parameters() if p.requires_grad}
     found = tensors("--average", "Lookahead")
     trained = [name for name, value in slow.items() if value is not None]
@@ -251,11 +251,11 @@ def test_missing_or_ambiguous_average_is_named(refused):
     assert "plain.safetensors is not a checkpoint of Lumen" in said
 
 
-# ---------------------------------------------------------------------- as model hubs have it
+# ---------------------------------------------------------------------- the layout of model hubs
 
 
 def read_as_hubs_do(folder):
-    """All that readers of a hub's layout know: the index, and the files that it names."""
+    """Read a model like readers of a hub's layout: the index, and the files that it names."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     found = {}
     for name, file in index["weight_map"].items():
@@ -317,7 +317,7 @@ def test_tensors_in_several_chunks_are_consolidated(dtype, regions):
     assert same(found["other"], torch.ones(2))
 
 
-# ---------------------------------------------------------------------- other places
+# ---------------------------------------------------------------------- other destinations
 
 
 def test_checkpoints_in_an_object_store_are_exported(refused):
@@ -352,7 +352,7 @@ def test_extra_state_is_reported_and_left_out(capsys):
     task.net.load_state_dict(load_file("net.safetensors"), strict=True)
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refused exports
 
 
 def flip(path):
@@ -462,11 +462,11 @@ def test_only_what_is_exported_needs_to_be_whole(refused):
 
 def test_failed_start_leaves_no_empty_directory(capsys):
     small(Path("step-1"))
-    export("step-1", "--output", "hub")  # what is imported once
+    export("step-1", "--output", "hub")  # memory of the imports
     capsys.readouterr()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.close(free := os.dup(0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))  # no file more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))  # no additional file
     try:
         code = main(["export", "step-1", "--output", "again"])
     finally:
@@ -482,7 +482,7 @@ def test_only_matching_leftovers_are_removed():
     Path("elsewhere/x.safetensors").write_text("theirs")
     Path("x.safetensors.tmp-00000001").write_text("a file")
     Path("x.safetensors.tmp-00000002").symlink_to("elsewhere")
-    kept = [  # of another name; with a file, a directory or a link that no export makes
+    kept = [  # a directory with another name; with a file, directory or link that no export makes
         *("y.safetensors.tmp-0123abcd/y.safetensors", "x.safetensors.tmp-0123abcdef/x.safetensors"),
         *("ax.safetensors.tmp-0123abcd/x.safetensors", "x.safetensors.tmp-0123ABCD/x.safetensors"),
         *("x.safetensors.tmp-00000003/notes.txt", "x.safetensors.tmp-00000004/model.safetensors/notes.txt"),
@@ -492,7 +492,7 @@ def test_only_matching_leftovers_are_removed():
         Path(name).write_text("theirs")
     Path("x.safetensors.tmp-00000005").mkdir()
     Path("x.safetensors.tmp-00000005/x.safetensors").symlink_to(Path("elsewhere/x.safetensors").absolute())
-    Path("x.safetensors.tmp-00000007").mkdir()  # of an export that has just begun
+    Path("x.safetensors.tmp-00000007").mkdir()  # the lock of an export that has just begun
     before = sorted(Path().rglob("*"))
     Path("x.safetensors.tmp-00000006").mkdir()
     Path("x.safetensors.tmp-00000006/x.safetensors").write_text("half of one")

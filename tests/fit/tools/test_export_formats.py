@@ -25,7 +25,7 @@ X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, 4.0], [7.0, 8.0, 9.0], [1.0, 1.0
 
 
 class Within(Line):
-    """A line whose net is a part of it."""
+    """Task whose network is a submodule of a line task."""
 
     def __init__(self, width: int = 3):
         super().__init__(width)
@@ -37,7 +37,7 @@ class Within(Line):
 
 
 class Writer(lumen.TaskModule):
-    """A model of transformers in a task, whose weights are tied."""
+    """Task with a model of transformers, whose weights are tied."""
 
     def __init__(self, layers: int = 1):
         super().__init__()
@@ -53,7 +53,7 @@ class Writer(lumen.TaskModule):
 
 
 class Adapted(Writer):
-    """A model of transformers with an adapter of peft."""
+    """Task with a model of transformers and an adapter of peft."""
 
     def __init__(self, layers: int = 1):
         super().__init__(layers)
@@ -62,7 +62,7 @@ class Adapted(Writer):
 
 
 class Prompted(Writer):
-    """A model of transformers with a prompt of peft that is trained."""
+    """Task with a model of transformers and a trained prompt of peft."""
 
     def __init__(self, layers: int = 1):
         super().__init__(layers)
@@ -118,7 +118,7 @@ def test_a_directory_is_what_from_pretrained_reads(capsys):
     task = trained(Writer)
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(read.eval()(ids).logits, task.gpt(ids).logits)
-    assert "lm_head.weight" not in load_file("gpt/model.safetensors")  # tied, and written once
+    assert "lm_head.weight" not in load_file("gpt/model.safetensors")  # tied, and written only once
     assert export("--format", "huggingface", "--output", "half", "--module", "gpt", "--dtype", "bfloat16")
     assert GPT2LMHeadModel.from_pretrained("half", dtype="auto").dtype == torch.bfloat16
 
@@ -142,7 +142,7 @@ def test_an_adapter_is_merged_into_its_model(capsys):
 
 
 def test_a_program_of_onnx_gives_the_tasks_numbers():
-    pytest.importorskip("onnxscript")  # 45 MB with onnx, which nothing else needs
+    pytest.importorskip("onnxscript")  # 45 MB with onnx, which no other test needs
     reference = pytest.importorskip("onnx.reference")
     fit()
     assert export("--format", "onnx", "--output", "line.onnx")

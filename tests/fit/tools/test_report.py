@@ -1,4 +1,4 @@
-"""`lumen report`: runs as one HTML file, whatever is in them and whatever is missing."""
+"""`lumen report`: one HTML file of runs, with any contents and with missing files."""
 
 import json
 import math
@@ -22,14 +22,14 @@ from tests.helpers.tasks import Regression, bare_trainer, loader
 
 HOSTILE = '</script><script>window.pwned = 1</script>"\'><img src=x onerror="window.pwned = 1">{{ 7 * 191 }}'
 
-# ---------------------------------------------------------------------- what it shows
+# ---------------------------------------------------------------------- contents
 
 
 def test_report_shows_all_recorded_parts(tmp_path, report):
     text = report(recorded(tmp_path / "a")).text
     assert "Report of a run a" in text
     assert "a finished 3 2 1 min 40 s 60.0 % 1" in text  # steps, epochs, time, goodput, restarts
-    assert "loss 0.125 0.125 3 0.5 1 3" in text  # last, lowest, highest, and where
+    assert "loss 0.125 0.125 3 0.5 1 3" in text  # last, lowest and highest value, and their steps
     assert "val_loss 0.5 0.5 3 0.75 2 2" in text
     assert "training 1 min 0 s 60.0 %" in text
     assert "evaluation 10 s 10.0 %" in text
@@ -47,7 +47,7 @@ def test_report_shows_numbers_of_the_record(tmp_path, report):
     losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     assert f"{losses[-1]:.6g} {min(losses):.6g}" in page.text
     assert f"step-{rows[-1]['step'].zfill(8)}" in page.text
-    assert f"run finished {rows[-1]['step']} 2 " in page.text  # steps, and epochs that are completed
+    assert f"run finished {rows[-1]['step']} 2 " in page.text  # steps, and completed epochs
     assert f"torch {torch.__version__}" in page.text
     drawn = [tuple(each) for each in page.drawn()["y"]]
     assert tuple(losses) in drawn
@@ -106,7 +106,7 @@ def test_restarts_epochs_and_checkpoints_are_marked(tmp_path, report):
     assert [2, 3] in marks  # the second and the third epoch
 
 
-# ---------------------------------------------------------------------- what is missing or broken
+# ---------------------------------------------------------------------- missing or broken files
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -182,7 +182,7 @@ def test_text_of_a_run_is_always_escaped(tmp_path, report):
     assert "1337" not in page.text
 
 
-# ---------------------------------------------------------------------- what is large
+# ---------------------------------------------------------------------- large runs
 
 
 def test_thinning_keeps_peaks_ends_and_mean():

@@ -1,4 +1,4 @@
-"""`lumen runs`: what there is, how it stands and what is wrong with it, without touching any of it."""
+"""`lumen runs`: the runs, their status and their damage, without a change to any of them."""
 
 import json
 import os
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def contents(folder="."):
-    """Everything on the disk that a change would show in."""
+    """Return everything on the disk that would reveal a change."""
     return {
         path: (path.lstat().st_mtime_ns, path.lstat().st_ino, path.read_bytes() if path.is_file() else None)
         for path in Path(folder).rglob("*")
     }
 
 
-# ---------------------------------------------------------------------- what is there
+# ---------------------------------------------------------------------- listed runs
 
 
 def test_finished_run_lists_checkpoints_and_best(listed):
@@ -46,7 +46,7 @@ def test_finished_run_lists_checkpoints_and_best(listed):
     one, *others = run["checkpoints"]
     assert [each["step"] for each in run["checkpoints"]] == [3, 6, 9]
     assert [each["epoch"] for each in run["checkpoints"]] == [1, 2, 3]
-    assert [each["best"] for each in run["checkpoints"]] == [True, False, False]  # of "max": the loss falls
+    assert [each["best"] for each in run["checkpoints"]] == [True, False, False]  # the best for "max": the loss falls
     assert one["metrics"]["val_loss"] > max(other["metrics"]["val_loss"] for other in others)
     for each in run["checkpoints"]:
         path = Path("runs/line/checkpoints", each["name"])
@@ -120,7 +120,7 @@ def test_exception_checkpoints_are_listed_but_foreign_folders_not(listed, shown)
     ]  # fmt: skip
     assert [each["name"] for each in run["checkpoints"] if not each["valid"]] == ["step-6.damaged-1"]
     assert run["temporary"] == ["step-7.tmp-0a1b2c3d"]
-    shown("--verify")  # what was set aside is known already
+    shown("--verify")  # checkpoints that were set aside are known already
 
 
 def test_numbers_that_json_does_not_have_are_strings(listed):
@@ -152,7 +152,7 @@ def test_damage_is_named_with_its_file(listed, file):
     path.write_bytes(data)
     flip(path)
     assert file in problems("--verify", code=1)[0]
-    assert (problems() == [None]) == (file != "manifest.json")  # sizes alone do not tell
+    assert (problems() == [None]) == (file != "manifest.json")  # the sizes alone do not reveal the damage
 
 
 def test_unknown_format_affects_only_its_checkpoint(listed):
@@ -210,7 +210,7 @@ def test_run_in_progress_is_never_listed_as_damaged():
     assert len(seen) > 10
 
 
-# ---------------------------------------------------------------------- whatever else lies there
+# ---------------------------------------------------------------------- other files and directories
 
 
 def test_foreign_and_broken_files_are_skipped_or_named(listed, capsys):
@@ -279,7 +279,7 @@ def test_run_and_checkpoint_folder_are_equivalent(listed):
     assert set(listed(".")) == {"mine", "yours"}
 
 
-# ---------------------------------------------------------------------- how it looks
+# ---------------------------------------------------------------------- format
 
 
 def test_piped_output_has_one_line_per_checkpoint(shown):
@@ -299,14 +299,14 @@ def test_piped_output_has_one_line_per_checkpoint(shown):
     assert re.search(r"val_loss=\d\.\d{6,}", lines[0])
     assert lines[3].endswith("no checkpoints")
     assert "state.json has 3 bytes instead of" in lines[4]
-    assert len({line.index(line.split()[1]) for line in lines}) == 1  # columns stand below each other
+    assert len({line.index(line.split()[1]) for line in lines}) == 1  # the columns are aligned
 
 
 def test_listing_reads_only_manifests(shown):
     source = save(Path("source/step-1"), model={"w": torch.ones(1 << 16)})
     for step in range(200):
         shutil.copytree(source, f"runs/run-{step % 4}/checkpoints/step-{step}", copy_function=os.link)
-    assert shown("source").count("valid") == 1  # what is imported for it has been read
+    assert shown("source").count("valid") == 1  # the imported files have been read
     before = bytes_read()
     assert shown().count("valid") == 200
     assert bytes_read() - before < 200 * (source / "manifest.json").stat().st_size + 10_000

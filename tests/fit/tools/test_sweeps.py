@@ -1,4 +1,4 @@
-"""`lumen runs` and `lumen.runs` of a sweep: settings that differ, conditions, orders, two runs side by side."""
+"""Sweeps in `lumen runs` and `lumen.runs`: differing settings, conditions, orders, two runs side by side."""
 
 import json
 import re
@@ -18,13 +18,13 @@ RATES = {"slow": 1e-4, "fast": 1e-2, "wild": 10.0}
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """Three runs that the command line began, and one of a script, in `runs`; none of the tests changes them."""
+    """Make three runs by the command line and one by a script, in `runs`; no test changes them."""
     root = tmp_path_factory.mktemp("sweep")
     config = write(root / "line.yaml", CONFIG)
     for name, lr in RATES.items():
         words = ["--model.lr", str(lr), "--trainer.name", name, "--trainer.default_root_dir", str(root / "runs")]
         words += ["--model.noise.scale", str(lr), "--trainer.max_epochs", "2" if name == "wild" else "1"]
-        words += ["--trainer.enable_checkpointing", str(name != "wild")]  # its metrics.csv tells all the same
+        words += ["--trainer.enable_checkpointing", str(name != "wild")]  # its metrics.csv has the same values
         assert main(["fit", "--config", config, *words]) == 0
     bare_trainer(root, max_epochs=1, logger=True).fit(Regression(lr=0.5), loader(), loader())
     return root
@@ -36,7 +36,7 @@ def _there(sweep, monkeypatch):
 
 
 def rows(printed):
-    """The cells of a table, by the name of the run."""
+    """Return the cells of a table, by the name of the run."""
     head, *lines = (line.split() for line in printed.splitlines())
     assert head[0] == "RUN"
     return {line[0]: dict(zip(head, line, strict=True)) for line in lines}
@@ -91,7 +91,7 @@ def test_last_metrics_are_those_of_metrics_csv(sweep):
         ("step > 3", ["run", "wild"]),
         ("val_loss > 1e3", ["wild"]),
         ("lr = 1", []),
-        ("scale != 7", ["fast", "slow", "wild"]),  # what a run has not is not unequal either
+        ("scale != 7", ["fast", "slow", "wild"]),  # a missing value is not unequal either
     ],
 )
 def test_runs_are_chosen_by_conditions(where, expected):
@@ -103,7 +103,7 @@ def test_runs_are_sorted_by_setting_or_metric():
     assert names(sort="-lr") == ["wild", "run", "fast", "slow"]
     losses = [each["metrics"]["val_loss"] for each in lumen.runs(sort="val_loss")]
     assert losses == sorted(losses)
-    assert names(sort="samples")[-1] == "run"  # which has none
+    assert names(sort="samples")[-1] == "run"  # a run without values
     assert names(sort="-samples")[-1] == "run"
 
 

@@ -1,4 +1,4 @@
-"""Where two trainings part: what is recorded of each step, and what differs first."""
+"""Traces of two trainings: the records of each step, and their first difference."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What `lumen verify` finds on one process: that two runs are equal, or why they are not, and where."""
+"""`lumen verify` on one process: confirms that two runs are equal, or names the reason and the place."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
 
 
 def line(name, text):
-    """Where a text stands in a class of the helpers: file:line."""
+    """Return file:line of a text in a class of the helpers."""
     file, first, last = find_source_lines(getattr(verified_tasks, name))
     with open(file) as source:
         numbered = list(enumerate(source, 1))
@@ -28,24 +28,24 @@ def line(name, text):
 
 
 def twice(folder, make):
-    """The cause by which a run and its repetition differ."""
+    """Return the cause of the difference between a run and its repetition."""
     return why(*(observed(folder, Variant(name, exact=True), make) for name in ("base", "again")))
 
 
 def resumed(folder, make):
-    """The cause by which a run differs from one that went on from its checkpoint, in another process or here."""
+    """Return the cause of the difference between a run and its resume, in another process or in this one."""
     base = observed(folder, Variant("base", exact=True), make)
     checkpoint = base.folder / NAME / "checkpoints/step-00000002"
     return why(base, observed(folder, Variant("resumed", exact=True, resume=str(checkpoint)), make))
 
 
 def joined(folder, make):
-    """The cause by which steps of two micro-batches differ from those of one that is twice as large."""
+    """Return the cause of the difference between steps of two micro-batches and steps of one twice as large."""
     return why(*(observed(folder, Variant(f"joins-{joins}", joins=joins), make) for joins in (False, True)),
                FLOAT64, STATES)  # fmt: skip
 
 
-# ---------------------------------------------------------------------- nothing is found where nothing is
+# ---------------------------------------------------------------------- no findings without a fault
 
 
 @pytest.mark.parametrize("compared", [twice, resumed])
@@ -90,10 +90,10 @@ def test_only_torchmetrics_sums_may_differ_by_rounding():
         return compare_values(*(Outcome(rows=[(1, {"mae": each})]) for each in (one, other)), tolerance)
 
     assert apart(value, rounded) == (0.0, [], {"mae"})
-    for other in (value + 1e-7, rounded * 1.001, float("nan")):  # of float64, too far away, none
+    for other in (value + 1e-7, rounded * 1.001, float("nan")):  # in float64, no value is too far away
         assert apart(value, other)[1] == ["mae"]
     assert apart(value, rounded, 0.0)[1] == ["mae"]
-    assert apart(200000.0, 200001.0, FLOAT32)[1] == ["mae"]  # counts
+    assert apart(200000.0, 200001.0, FLOAT32)[1] == ["mae"]  # included in the count
 
 
 def test_missing_evaluation_value_is_a_difference():
@@ -180,7 +180,7 @@ def test_unkeyed_sampler_is_named_with_line(tmp_path):
     assert (cause.kind, cause.place) == ("unseeded sampler", line("OwnOrder", "default_rng()"))
 
 
-# ---------------------------------------------------------------------- what they are found by
+# ---------------------------------------------------------------------- place of a fault
 
 
 def test_only_unseeded_lines_are_suspects(tmp_path):

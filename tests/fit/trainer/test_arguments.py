@@ -1,4 +1,4 @@
-"""What fit and the other calls take, under Lightning's names too; what a constructor does not take is told in words."""
+"""Arguments of fit and the other calls, under Lightning's names too; the error for an unknown constructor argument."""
 
 import re
 from pathlib import Path
@@ -159,7 +159,7 @@ class Home:
 
 
 def test_containers_and_paths_of_other_kinds_are_accepted():
-    """As Hydra's `instantiate` gives them."""
+    """Hydra's `instantiate` passes such objects."""
     given = {"callbacks": [lumen.Timer()], "accumulate_grad_batches": {1: 2}, "logger": [lumen.CSVLogger()]}
     given = OmegaConf.create(given, flags={"allow_objects": True})
     trainer = lumen.Trainer(max_epochs=1, default_root_dir=Home(), **{name: given[name] for name in given})
@@ -240,7 +240,7 @@ def test_a_task_knows_its_process_and_its_loggers(tmp_path):
     assert (trainer.local_rank, trainer.node_rank, trainer.num_nodes) == (0, 0, 1)
 
 
-# ---------------------------------------------------------------------- loaders that torch refuses
+# ---------------------------------------------------------------------- loaders refused by torch
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What real code reads and calls on Lightning's trainer, task and data module means the same under its name."""
+"""Lightning's names: code that reads or calls them on trainer, task or data module gets the same meaning."""
 
 import inspect
 import math
@@ -17,7 +17,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer,
 
 
 class Task(Regression):
-    """Has every step, and notes what a look at the trainer gives in each hook."""
+    """Task with every step that records the trainer's attributes in each hook."""
 
     def __init__(self, look=lambda trainer: None):
         super().__init__()
@@ -105,7 +105,7 @@ def test_before_any_run_there_is_nothing_but_zeros(tmp_path):
     assert trainer.num_val_batches == trainer.num_test_batches == []
 
 
-# ---------------------------------------------------------------------- what it was given, and has
+# ---------------------------------------------------------------------- arguments and attributes of the trainer
 
 
 def test_arguments_are_read_under_their_names(tmp_path):
@@ -187,7 +187,7 @@ def test_argparse_methods_of_lightning_1_suggest_cli(name):
         getattr(lumen.Trainer, name)(None)
 
 
-# ---------------------------------------------------------------------- its calls
+# ---------------------------------------------------------------------- calls of the trainer
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
@@ -381,7 +381,7 @@ def test_any_other_function_is_told_what_to_write(tmp_path, how):
 
 
 class OfAnIterator(Regression):
-    """Takes its batches as some tasks of Lightning do, `times` of them in a step."""
+    """Task that takes its batches like some tasks of Lightning, `times` of them in a step."""
 
     times = 1
 

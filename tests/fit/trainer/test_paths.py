@@ -1,4 +1,4 @@
-"""A path that somebody writes: `~` is the home directory, and nothing names nothing."""
+"""Paths in settings: `~` is the home directory, and an empty path is an error."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home directory, and another one to work in, in which nothing may be called `~` afterwards."""
+    """Make a home directory and a working directory, which must not contain a file called `~` afterwards."""
     for name in ("home", "work"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -42,7 +42,7 @@ def fit(**options):
     return trainer
 
 
-# ---------------------------------------------------------------------- home
+# ---------------------------------------------------------------------- home directory
 
 
 def test_home_paths_work_for_runs_and_checkpoints(home):
@@ -81,7 +81,7 @@ def test_command_line_accepts_home_paths(home, capsys):
     assert main([*fit_words, "--trainer.callbacks", "{saver: {class_path: ModelCheckpoint, dirpath: ~/kept}}"]) == 0
     assert main([*fit_words, "--trainer.name=plain"]) == 0
     assert sorted(path.name for path in (home / "runs").iterdir()) == ["line", "plain"]
-    assert main([*fit_words, "--trainer.resume=auto", "--trainer.name=plain"]) == 0  # finds its seed there
+    assert main([*fit_words, "--trainer.resume=auto", "--trainer.name=plain"]) == 0  # the run finds its seed there
     assert main(["validate", "--ckpt_path=~/runs/plain", "--output=~/values.json"]) == 0
     assert (home / "values.json").is_file()
     assert main(["export", "~/runs/plain", "--output=~/plain.safetensors"]) == 0
@@ -109,7 +109,7 @@ def test_other_tildes_are_plain_names(home):
     assert as_path_or_url("~") == home
 
 
-# ---------------------------------------------------------------------- nothing
+# ---------------------------------------------------------------------- empty paths
 
 
 def test_empty_path_raises(capsys):

@@ -1,4 +1,4 @@
-"""The end of a run, and interruptions near it: the places where a step, an epoch or a validation is half done."""
+"""End of a run, and interruptions near it: in the middle of a step, an epoch or a validation."""
 
 import io
 import os
@@ -24,7 +24,7 @@ from tests.helpers.working_directory import LINE
 
 
 class Logging(Regression):
-    """Logs a training value per epoch and a metric object at a validation's end; may send itself a signal there."""
+    """Task that logs an epoch's value and a metric object in a validation, at whose end it may send itself a signal."""
 
     def __init__(self, stop_in_validation_of=None):
         super().__init__()
@@ -92,7 +92,7 @@ def test_kills_between_two_last_saves_are_mended(tmp_path):
 
     ended = begin_again()
     assert ended[1][1] == str(tmp_path / "b/step-00000010")
-    shutil.rmtree(ended[1][1])  # as if the kill had come before it
+    shutil.rmtree(ended[1][1])  # as if the kill had come before the save
     assert begin_again() == ended
 
 
@@ -149,7 +149,7 @@ def test_epoch_with_skipped_last_update_is_saved(tmp_path):
 
 
 class Impatient(io.StringIO):
-    """A terminal before which somebody presses Ctrl-C once more while the first one is being answered."""
+    """Terminal whose user presses Ctrl-C again while Lumen prints the answer to the first one."""
 
     def write(self, text):
         written = super().write(text)
@@ -166,8 +166,8 @@ class Pressed(Regression):
 
 
 def test_second_interrupt_during_message_stops_after_it(tmp_path, monkeypatch):
-    """Nothing is printed twice."""
-    assert lumen.console.console is not None  # rich's, as beside a progress bar
+    """No message is printed twice."""
+    assert lumen.console.console is not None  # the handler of rich, as with a progress bar
     terminal = Impatient()
     monkeypatch.setattr(sys, "stderr", terminal)
     task = Pressed()
@@ -182,7 +182,7 @@ def test_second_interrupt_during_message_stops_after_it(tmp_path, monkeypatch):
 
 
 class Slow(io.StringIO):
-    """A terminal before which somebody presses Ctrl-C twice more before it has written the answer to the first one."""
+    """Terminal whose user presses Ctrl-C twice more before Lumen has printed the answer to the first one."""
 
     presses, answered = 0, False
 
@@ -231,7 +231,7 @@ def test_a_sparse_buffer_is_refused_before_training(tmp_path):
         fit(tmp_path, task, max_steps=1)
 
 
-# ---------------------------------------------------------------------- a directory that goes away
+# ---------------------------------------------------------------------- a removed directory
 
 
 def replace(directory):
@@ -281,7 +281,7 @@ def test_removed_checkpoints_are_noticed_and_new_ones_saved(tmp_path, caplog):
 
 
 class Full(lumen.Callback):
-    """A disk that has no room for a file of several hundred bytes, from the beginning of `setup` on."""
+    """Callback that makes the disk refuse a file of several hundred bytes, from the beginning of `setup` on."""
 
     def setup(self, trainer, task, stage):
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

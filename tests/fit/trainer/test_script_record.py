@@ -1,4 +1,4 @@
-"""A run that a script begins keeps what the script has set, as a config would be kept."""
+"""Settings of scripts: a run records the settings of a script like the settings of a config."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_trainer_arguments_hyperparameters_and_classes_are_recorded(tmp_path, mo
     assert (settings["max_steps"], settings["max_time"], settings["gradient_clip_val"]) == (2, "0:05:00", 0.5)
     assert [each["class_path"].rpartition(".")[2] for each in settings["callbacks"]] == ["EMA"]
     assert settings["strategy"]["class_path"].endswith(".SingleDevice")
-    assert (settings["precision"], settings["name"]) == ("fp32", "mine")  # defaults too
+    assert (settings["precision"], settings["name"]) == ("fp32", "mine")  # including defaults
     assert not (tmp_path / "runs/mine/config.yaml").exists()
 
 

@@ -1,4 +1,4 @@
-"""A session opens a run in phases: one that fails leaves nothing behind, and the next fit works."""
+"""Phases of a session: a failing phase leaves nothing behind, and the next fit works."""
 
 import gc
 import re
@@ -21,7 +21,7 @@ NAMES = [phase.__name__ for phase in (*session.PHASES, *session.PHASES_OF_RUN)]
 
 
 class Refusal(Exception):
-    """The failure that a test puts into a phase."""
+    """Error that a test raises in a phase."""
 
 
 def fit(path, task, workers=1, **options):
@@ -30,25 +30,25 @@ def fit(path, task, workers=1, **options):
     try:
         trainer.fit(task, data, data)
     finally:
-        trainer.profiler = None  # the table that it holds is the trainer's
+        trainer.profiler = None  # the trainer holds the table
     return trainer
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The weights after a fit in a process that has not failed; imports and caches are there from then on."""
+    """Return the weights after a fit in a process without failures; this also fills imports and caches."""
     task = Regression()
     fit(tmp_path_factory.mktemp("expected"), task)
     gc.collect()
-    gc.freeze()  # A collection after each failure would look through all imports.
+    gc.freeze()  # a collection after each failure would traverse all imports
     return weights(task)
 
 
 def refused(path, task, error, **options):
-    """The message with which a fit is refused, after a look at what it has left behind."""
+    """Check that a refused fit has left nothing behind, and return its message."""
     gc.collect()
     before, message = what_is_there(), None
-    try:  # not pytest.raises, which keeps the traceback, and with it all that failed
+    try:  # not pytest.raises, which keeps the traceback and all failed objects alive
         fit(path, task, **options)
     except error as exception:
         message = str(exception)
@@ -69,7 +69,7 @@ def assert_next_fit_works(path, task, expected, name="run"):
 
 
 def add_phase(patched, place, *, while_open):
-    """Add a phase that raises after the one of some name: as it is entered, or as it is left."""
+    """Add a phase after a named one; it raises when it is entered or when it is left."""
 
     @contextmanager
     def refuse(_):
@@ -133,7 +133,7 @@ def file_in_the_way(path):
 
 
 def directory_for_log(path):
-    """A run directory whose log cannot be a file."""
+    """Make a run directory in which the log cannot be a file."""
     (path / "runs" / "run" / "run.log").mkdir(parents=True)
     return {"resume": "auto"}
 

@@ -1,4 +1,4 @@
-"""Several Trainers in one process: one after the other, in hooks of another, in threads; and nothing is left behind."""
+"""Several Trainers in one process: in sequence, nested in hooks, and in threads; nothing is left behind."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ from tests.helpers.tasks import Drawing, Regression, bare_trainer, loader, quiet
 
 
 class Data(lumen.DataModule):
-    """Draws from the global generators for each sample."""
+    """Data set that draws from the global generators for each sample."""
 
     def train_dataloader(self):
         return DataLoader(Drawing(), 8, shuffle=True)
@@ -42,7 +42,7 @@ class Dropping(Regression):
 
 
 def trained(path, *, task=None, data=None, **options):
-    """The parameters of a task with dropout, after two epochs over data that draws."""
+    """Return the parameters of a task with dropout after two epochs over data that draws."""
     task = task or Dropping()
     quiet_trainer(path, **{"max_epochs": 2} | options).fit(task, data or Data())
     return weights(task)
@@ -52,7 +52,7 @@ def records(path, name="run"):
     return (path / "runs" / name / "metrics.csv").read_text()
 
 
-# ---------------------------------------------------------------------- in hooks of another
+# ---------------------------------------------------------------------- nested in hooks
 
 PLACES = ("on_fit_start", "on_train_batch_start", "on_before_backward", "on_after_backward", "on_validation_start",
           "on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end", "on_step_end",
@@ -60,14 +60,14 @@ PLACES = ("on_fit_start", "on_train_batch_start", "on_before_backward", "on_afte
 
 
 class Probing(lumen.Callback):
-    """Trains and evaluates another task, with a trainer and a seed of its own, in one hook of each kind."""
+    """Callback that trains and evaluates another task, with another trainer and seed, in one hook of each kind."""
 
     def __init__(self, path, place):
         self.path, self.probes, self.built = path, [], Dropping()
         setattr(self, place, self.probe)
 
     def probe(self, trainer, task, *_):
-        probe = copy.deepcopy(self.built)  # to build one is to draw, or as here to seed
+        probe = copy.deepcopy(self.built)  # building one draws random numbers, or seeds as here
         inner = lumen.Trainer(
             max_epochs=1,
             default_root_dir=self.path,
@@ -127,7 +127,7 @@ def test_a_hook_without_gradients_may_train(tmp_path):
 
 
 def test_run_is_watched_after_a_nested_one(tmp_path, caplog):
-    """The signal that requests stack traces ends a process without a handler for it."""
+    """The signal that requests stack traces would end a process without a handler for it."""
 
     class Waiting(lumen.Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -141,7 +141,7 @@ def test_run_is_watched_after_a_nested_one(tmp_path, caplog):
     assert "on_train_batch_end" in caplog.text
 
 
-# ---------------------------------------------------------------------- one after the other
+# ---------------------------------------------------------------------- in sequence
 
 
 def test_trainers_keep_what_is_theirs_while_others_run(tmp_path):
@@ -178,7 +178,7 @@ def test_runs_in_several_threads_take_turns(tmp_path, caplog):
 
     expected = trained(tmp_path / "alone")
     waiting = {"callbacks": [LetTheOtherBegin()], "log_level": "WARNING"}
-    tasks = {name: Dropping() for name in "ab"}  # built in threads, they would draw from each other's numbers
+    tasks = {name: Dropping() for name in "ab"}  # built in threads, the tasks would draw from the same generators
     with ThreadPoolExecutor(2, "trials") as pool:
         found = [pool.submit(trained, tmp_path / name, task=task, **waiting) for name, task in tasks.items()]
         assert all(torch.equal(each.result(), expected) for each in found)
@@ -228,11 +228,11 @@ def test_forked_process_may_start_a_run(tmp_path):
                     os._exit(0 if found else 1)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
-    def fit():  # in a thread, whose turn it would be for ever in the child
+    def fit():  # in a thread that holds the turn, which the child would never get
         bare_trainer(tmp_path, max_steps=1, callbacks=[Forking()]).fit(Regression(), loader())
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks where there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's warning about forks in a process with threads
         with ThreadPoolExecutor(1) as pool:
             pool.submit(fit).result()
     assert codes == [0]
@@ -307,10 +307,10 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """What the first run of a process imports, and what that leaves, is there."""
+    """Run once, so that imports and their side effects are done."""
     fit(tmp_path_factory.mktemp("warm"))
     gc.collect()
-    gc.freeze()  # A collection after each run would look through all imports.
+    gc.freeze()  # a collection after each run would traverse all imports
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def warm(tmp_path_factory):
 def test_run_leaves_no_trace_in_its_process(tmp_path, name):
     run, error = RUNS[name]
     before, ended = what_is_there(), None
-    try:  # not pytest.raises, which keeps the traceback, and with it all that failed
+    try:  # not pytest.raises, which keeps the traceback and all failed objects alive
         run(tmp_path)
     except BaseException as exception:
         ended = type(exception)

@@ -1,4 +1,4 @@
-"""Which signals ask a run to stop, and which it leaves to whoever has them."""
+"""Stop signals: which signals stop a run, and which ones keep their handlers."""
 
 import faulthandler
 import json
@@ -29,7 +29,7 @@ def _no_handler_stays():
 
 
 class Sent(Regression):
-    """Gets signals in its third step."""
+    """Task that receives signals in its third step."""
 
     def __init__(self, *numbers):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a run says of its beginning and of its end: only what is so, and commands that work."""
+"""Messages at the beginning and the end of a run: correct statements, and commands that work."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from tests.helpers.working_directory import LINE, commands_in
 
 
 class Judged(Regression):
-    """Whose validations have given values, one after the other."""
+    """Task whose validations return given values, one after the other."""
 
     def __init__(self, *values):
         super().__init__()
@@ -31,7 +31,7 @@ class Judged(Regression):
 
 
 def lines_of(capsys, tmp_path):
-    """What the terminal has got, without the directory of the test."""
+    """Return the text on the terminal, without the directory of the test."""
     return capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
 
 
@@ -123,7 +123,7 @@ def test_every_printed_command_runs(capsys, situation):
 
 
 class EndsOnce(lumen.Callback):
-    """The first life of a run ends at step 3: by an error, or by the signal of a scheduler."""
+    """Callback that ends the first attempt of a run at step 3: by an error, or by the signal of a scheduler."""
 
     def __init__(self, by: str):
         self.by, self.mark = by, Path("ended")
@@ -152,7 +152,7 @@ def test_printed_resuming_commands_run(capsys, by):
 
 @pytest.mark.usefixtures("config_directory")
 def test_longer_commands_of_scripts_name_the_script(monkeypatch, capsys):
-    """`lumen fit` knows neither the script's classes nor its options."""
+    """`lumen fit` does not know the script's classes and options."""
     ended, words = [], ["train.py", "fit", "--config", "own.yaml"]
     own = yaml.safe_load(CONFIG)
     del own["model"]["class_path"], own["data"]["class_path"]
@@ -179,7 +179,7 @@ def test_nothing_is_named_that_does_not_exist(tmp_path, capsys):
         ({"enable_checkpointing": False}, ["curves"]),
         ({"enable_checkpointing": False, "callbacks": stops}, ["best", "curves"]),
         ({"logger": False}, ["newest checkpoint", "longer", "weights"]),
-        ({"callbacks": stops, "max_epochs": 3}, ["best", "curves", "weights"]),  # it was no limit that ended it
+        ({"callbacks": stops, "max_epochs": 3}, ["best", "curves", "weights"]),  # the run did not end at a limit
         ({"callbacks": stops, "max_epochs": 2}, ["best", "curves", "weights"]),  # a longer run would end there too
     ):
         task = Judged(1.0, 2.0, 3.0)

@@ -1,4 +1,4 @@
-"""Searches for a learning rate and a batch size: what they find, and that they leave nothing behind."""
+"""Searches for a learning rate and a batch size: their results, and no side effects."""
 
 import csv
 import gc
@@ -22,7 +22,7 @@ SEARCH = {"min_lr": 1e-4, "max_lr": 10.0, "num_training": 40}
 
 
 class Falling(Regression):
-    """A regression whose loss falls clearly at rates about 0.01; with dropout, and buffers that move."""
+    """Regression whose loss falls clearly at rates near 0.01; with dropout and changing buffers."""
 
     def __init__(self, lr=1e-5, dropout=0.1, dtype=torch.float32, optimizer="SGD"):
         super().__init__(lr, dropout, dtype, optimizer)
@@ -106,7 +106,7 @@ def test_groups_keep_their_ratios_and_schedules_stand_still(tmp_path):
 
 
 class Named(Falling):
-    """Its rate is an attribute of another name."""
+    """Task whose rate is an attribute of another name."""
 
     def __init__(self):
         super().__init__()
@@ -164,11 +164,11 @@ def test_missing_suggestion_raises_only_when_required(tmp_path):
         search(tmp_path, Falling(), loader(), **few)
 
 
-# ---------------------------------------------------------------------- nothing is left behind
+# ---------------------------------------------------------------------- no side effects
 
 
 class Stream(IterableDataset):
-    """Goes on where its state says."""
+    """Stream that resumes from its state."""
 
     def __init__(self):
         self.position, self.read = 0, 0
@@ -336,7 +336,7 @@ def test_function_bound_to_the_task_is_rejected(tmp_path):
 
 
 class Cramped(Regression):
-    """Runs out of memory for batches that are too large."""
+    """Task that runs out of memory if batches are too large."""
 
     def __init__(self, fits=20, lr=1e-2, dtype=torch.float32, error=torch.OutOfMemoryError):
         super().__init__(lr, 0.0, dtype)
@@ -401,7 +401,7 @@ def test_batch_size_divides_the_global_batch_size(tmp_path, fits, options, size)
 
 
 class WithGradients(Cramped):
-    """Memory ends earlier where the gradients of a micro-batch before have their part of it."""
+    """Task with less memory while the gradients of an earlier micro-batch exist."""
 
     def training_step(self, batch):
         self.fits = 6 if self.net[0].weight.grad is not None else 20
@@ -456,7 +456,7 @@ def test_memory_of_failed_attempts_is_freed(tmp_path):
 
 
 class Elsewhere(Cramped):
-    """Makes its loader itself, of a size that is nobody's attribute."""
+    """Task that makes its loader with a size that is not an attribute."""
 
     def train_dataloader(self):
         return loader(50, 8)

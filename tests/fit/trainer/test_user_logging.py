@@ -1,4 +1,4 @@
-"""The user's own `logging` in a run: what reaches `run.log` and the terminal, and that all of it is put back."""
+"""User's `logging` in a run: the messages in `run.log` and on the terminal, and the restored configuration."""
 
 import io
 import json

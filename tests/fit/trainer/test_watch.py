@@ -1,4 +1,4 @@
-"""A process that gets no further says where it stands, also where nobody waits for it; one that is slow goes on."""
+"""Hang watch: a process that makes no progress reports its location, even if no other waits; a slow run continues."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ from tests.helpers.watch import WHERE, Stuck, stuck_fit
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stalled_data_reports_where_it_waits(tmp_path, workers):
     steps, texts = stuck_fit(tmp_path, workers, lumen.SingleDevice(timeout_s=1.2, startup_timeout_s=60))
-    assert steps == 8  # it went on once the sample came
+    assert steps == 8  # the run continued once the sample arrived
     assert re.match(r"rank 0 has done no step and no batch for [\d.]+ s; Lumen ends the job after [\d.]+ s", texts[0])
     main, *worker = texts[0].split("a data worker:\n")
     assert WHERE.search(worker[0] if workers else main)
@@ -32,7 +32,7 @@ def test_progressing_run_reports_nothing_and_leaves_no_thread(tmp_path, caplog):
 
 
 class Slow(Regression):
-    """Each step takes longer than `timeout_s`."""
+    """Task whose steps each take longer than `timeout_s`."""
 
     def training_step(self, batch):
         time.sleep(0.3)
@@ -40,7 +40,7 @@ class Slow(Regression):
 
 
 def test_slow_steps_extend_the_limit(tmp_path):
-    """The first step has startup_timeout_s; later ones may take five times the longest so far."""
+    """The first step has startup_timeout_s; later steps may take five times the longest one before."""
     strategy = lumen.SingleDevice(timeout_s=0.2, startup_timeout_s=20)
     trainer = quiet_trainer(tmp_path, max_steps=3, strategy=strategy, logger=False, enable_checkpointing=False)
     trainer.fit(Slow(), loader())
@@ -66,7 +66,7 @@ def test_debugged_run_is_not_ended(tmp_path, caplog):
 
     strategy = lumen.SingleDevice(timeout_s=0.5, startup_timeout_s=0.5)
     before = sys.gettrace()
-    sys.settrace(lambda *_: None)  # as a debugger does
+    sys.settrace(lambda *_: None)  # like a debugger
     try:
         trainer = quiet_trainer(tmp_path, max_steps=1, strategy=strategy, callbacks=[Waiting()], log_level="WARNING")
         trainer.fit(Regression(), loader())

@@ -13,7 +13,7 @@ from wine.model import WineModel
 
 
 class WineCLI(LightningCLI):
-    """Links the model to the data, and writes a summary when a fit is over."""
+    """Command line that links the model to the data, and writes a summary after a fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("data.n_features", "model.n_features", apply_on="instantiate")

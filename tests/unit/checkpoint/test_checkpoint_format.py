@@ -1,4 +1,4 @@
-"""The page on the checkpoint format is enough to read a checkpoint without Lumen; it names what there is."""
+"""Page on the checkpoint format: enough to read a checkpoint without Lumen, with every existing name."""
 
 import ast
 import hashlib
@@ -42,7 +42,7 @@ def test_reader_is_short_and_independent_of_lumen():
 
 
 def assert_read_alike(path):
-    """The reader of the page finds what Lumen does, bit by bit."""
+    """Assert that the page's reader and Lumen read the same, bitwise."""
     tensors, state, info = READER.read(path)
     checkpoint = Checkpoint.open(path)
     for section in ("model", "optimizer", "extra"):
@@ -58,11 +58,11 @@ def assert_read_alike(path):
     return tensors, state, info
 
 
-# ---------------------------------------------------------------------- what runs write
+# ---------------------------------------------------------------------- checkpoints of runs
 
 
 class Everything(Regression):
-    """With tied and frozen parameters, buffers, metrics, and state of its own."""
+    """Task with tied and frozen parameters, buffers, metrics, and additional state."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def write(path, strategy):
 
 @pytest.fixture(scope="module")
 def written(group, tmp_path_factory):
-    """Checkpoints that one process has written, and two under FSDP."""
+    """Write checkpoints with one process, and two under FSDP."""
     folder = tmp_path_factory.mktemp("written")
     write(folder / "single", "single")
     group(2).run(write, folder / "fsdp", "fsdp")
@@ -121,7 +121,7 @@ def test_fsdp_checkpoint_has_chunks_to_assemble(written):
     assert len({file for file, _, _ in chunks}) == 2
 
 
-# ---------------------------------------------------------------------- what the format can hold
+# ---------------------------------------------------------------------- contents that the format can hold
 
 
 VALUES = {
@@ -151,7 +151,7 @@ def test_reader_supports_every_dtype_shape_and_type(tmp_path):
     assert_read_alike(tmp_path / "step-1")
 
 
-# ---------------------------------------------------------------------- what it must not believe
+# ---------------------------------------------------------------------- manifests that a reader must refuse
 
 
 def flip(file):
@@ -184,7 +184,7 @@ def test_reader_detects_changed_manifest_that_is_valid_json(tmp_path):
 
 
 def rewritten(directory, edit):
-    """Change a manifest and make its checksum right again, as an attacker would."""
+    """Change a manifest and update its checksum, like an attacker."""
     path = directory / "manifest.json"
     manifest = json.loads(path.read_text())
     edit(manifest)
@@ -227,11 +227,11 @@ def test_reader_validates_manifest_with_correct_checksum(tmp_path, edit, says):
         READER.read(path)
 
 
-# ---------------------------------------------------------------------- what the page says
+# ---------------------------------------------------------------------- statements of the page
 
 
 def names_of_table(first):
-    """Names in backticks in the first column of the table that begins with a row."""
+    """Return the names in backticks in the first column of the table that begins with a row."""
     (table,) = re.findall(rf"^\| `{first}`.*?(?=\n\n)", PAGE, re.S | re.M)
     return {name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
 

@@ -1,4 +1,4 @@
-"""Plain data as JSON and back: exact, or refused by name."""
+"""Codec: plain data as JSON and back, exactly, or refused by name."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The contract of storage: each side keeps every promise, in a directory and in an object store alike."""
+"""Contract of storage: each backend keeps every promise, in a directory and in an object store."""
 
 import os
 from contextlib import suppress
@@ -17,7 +17,7 @@ OURS = ["manifest.json", "model/00000-00000.safetensors", "state.json"]
 
 @pytest.fixture(params=["directory", "object store"])
 def place(request, tmp_path):
-    """Where nothing is yet."""
+    """Return the location of a missing checkpoint."""
     yield as_path_or_url(tmp_path / "kept" if request.param == "directory" else "memory://bucket/kept")
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -34,7 +34,7 @@ def write(storage, path, data=b"x"):
 
 
 def begun(storage, directory, *, manifest=True):
-    """A draft with all its files."""
+    """Begin a draft with all its files."""
     draft = storage.begin(directory)
     with storage.make_directory(draft.root / "model"):
         write(storage, draft.root / OURS[1], b"0123456789")
@@ -124,7 +124,7 @@ def test_a_file_that_fails_is_not_committed(storage, place):
 
 def test_with_manifest_finds_paths_that_have_a_manifest(storage, place):
     paths = [committed(storage, place / f"step-{step}") for step in (1, 2, 3)]
-    write(storage, place / "step-1/model/manifest.json")  # of somebody else
+    write(storage, place / "step-1/model/manifest.json")  # of another user
     others = [place / "step-9", place / "step-1/model"]
     assert storage.find_with_manifest(place, []) == set()
     assert storage.find_with_manifest(place, paths[:1]) == {paths[0]}
@@ -140,7 +140,7 @@ def test_rename_keeps_files_and_frees_the_name(storage, place):
 
 
 def test_interrupted_rename_leaves_no_visible_checkpoint(monkeypatch):
-    """However many of its objects a killed rename has copied: the manifest is the last of them, as in a save."""
+    """A killed rename may have copied any of its objects: the manifest is the last one, as in a save."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     place, copy = as_path_or_url("memory://bucket/renamed"), MemoryFileSystem.cp_file

@@ -1,4 +1,4 @@
-"""No damage and no attack on a stored checkpoint goes unnoticed."""
+"""Damage and attacks on a stored checkpoint: each one is detected."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def test_a_tensor_in_several_chunks_is_assembled(tmp_path, dtype, regions):
 def test_a_manifest_of_gigabytes_is_not_read(tmp_path):
     small(tmp_path / "step-1")
     manifest = tmp_path / "step-1/manifest.json"
-    os.truncate(manifest, 20 << 30)  # of which the disk holds nothing
+    os.truncate(manifest, 20 << 30)  # the disk holds no data of it
     with pytest.raises(CheckpointDamaged, match=rf"{manifest} has {20 << 30} bytes, but a manifest has at most"):
         Checkpoint.open(tmp_path / "step-1")
     assert find_checkpoints(tmp_path) == []

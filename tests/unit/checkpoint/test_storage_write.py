@@ -1,4 +1,4 @@
-"""What is written is what is read: exact round trips, and what cannot be saved is refused."""
+"""Written checkpoints: exact round trips, and refused values."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The example data modules: what is in a batch, how data is split, and what bad data is told."""
+"""Example data modules: their batches, their splits, and their errors for bad data."""
 
 import gzip
 import hashlib

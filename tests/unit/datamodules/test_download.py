@@ -15,7 +15,7 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves the content at /good, other bytes at /tampered, half of it at /truncated, and at /silent then no more."""
+    """Server with the content at /good, other bytes at /tampered, half of it at /truncated, and a stalled /silent."""
 
     def do_GET(self):
         self.server.requests.append(self.path)
@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = False  # so that closing it waits for every answer
+    server.daemon_threads = False  # so that closing the server waits for every answer
     server.requests, server.stop = [], threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -12,7 +12,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class RootMeanSquareNorm(nn.Module):
-    """A norm that torch does not know."""
+    """Norm that torch does not know."""
 
     def __init__(self):
         super().__init__()
@@ -20,7 +20,7 @@ class RootMeanSquareNorm(nn.Module):
 
 
 class Mixed(nn.Module):
-    """One of each kind, nested, with a head that is tied to the embedding."""
+    """Module with one parameter of each kind, nested, and a head that is tied to the embedding."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Mixed(nn.Module):
 
 
 def names_of(module, groups):
-    """Sorted first names of the parameters in each group."""
+    """Return sorted first names of the parameters in each group."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [sorted(names[id(parameter)] for parameter in group["params"]) for group in groups]
 
@@ -77,7 +77,7 @@ def test_decay_by_class_rejects_missing_or_ambiguous_parameters(kinds, message):
 
 
 class Stem(nn.Module):
-    """Embeddings as minGPT of pytorch/examples has them: the positions are a bare parameter."""
+    """Embeddings like minGPT's in pytorch/examples: the positions are a bare parameter."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Layer(nn.Module):
 
 
 def groups_of_mingpt(model):
-    """Names that decay and names that do not, by the loop of minGPT's own `create_optimizer`."""
+    """Return names that decay and names that do not, by the loop of minGPT's own `create_optimizer`."""
     decay, no_decay = set(), set()
     for module_name, module in model.named_modules():
         for own, _ in module.named_parameters():
@@ -120,7 +120,7 @@ def test_groups_are_those_of_mingpts_own_loop(by):
 
 
 class Experts(nn.Module):
-    """A layer of the user's own: its matrices have names of their own."""
+    """Layer of the user with custom names for its matrices."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lookahead is the paper's algorithm around any optimizer, and nothing that holds an optimizer notices it."""
+"""Lookahead: the paper's algorithm around any optimizer, invisible to users of the optimizer."""
 
 from copy import deepcopy
 
@@ -176,7 +176,7 @@ def test_a_schedule_moves_the_real_learning_rate(scheduled, schedule):
 
 
 class Ahead(Regression):
-    """Trains with Lookahead, a schedule, and a loss whose first gradients overflow in half precision."""
+    """Task that trains with Lookahead, a schedule, and a loss whose first gradients overflow in half precision."""
 
     overflow = 1.0
 

@@ -1,4 +1,4 @@
-"""A shell completes the words of `lumen` by a script that asks no Python."""
+"""Completion of a shell: a script completes the arguments of `lumen` without Python."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from tests.helpers.shells import completed
 
 @pytest.fixture(scope="module")
 def parsers():
-    """For each command its parser."""
+    """Return the parser of each command."""
     (commands,) = (action.choices for action in make_full_parser("a file")._actions if isinstance(action.choices, dict))
     assert [*commands] == list_commands()
     return commands
@@ -23,7 +23,7 @@ def options(parser):
     return {name: action for action in parser._actions for name in action.option_strings}
 
 
-@pytest.mark.filterwarnings(r"ignore:\s*Hit failing import")  # of a class that another test has left behind
+@pytest.mark.filterwarnings(r"ignore:\s*Hit failing import")  # a class that another test has left behind
 @pytest.mark.parametrize("command", ["fit", "predict"])
 def test_completed_options_are_those_of_the_help(parsers, command, capsys):
     with pytest.raises(SystemExit, match="0"):

@@ -1,4 +1,4 @@
-"""`lumen init`: what it makes of a name, and what it leaves alone."""
+"""`lumen init`: the names that it derives, and the files that it does not change."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `lumen migrate` writes in place of single lines, and what it says of them."""
+"""`lumen migrate`: replacements of single lines, and messages about them."""
 
 import ast
 import inspect
@@ -230,7 +230,7 @@ SAID = [
 
 
 def migrated(tmp_path, text, name="a.py"):
-    """A file's text with its edits, and what is said of it."""
+    """Return a file's text with its edits, and the messages."""
     path = tmp_path / name
     path.write_bytes(text.encode())
     found = migrate_project(path)
@@ -238,7 +238,7 @@ def migrated(tmp_path, text, name="a.py"):
 
 
 def check(tmp_path, before, after):
-    """Edits are these, are Python, and are made once."""
+    """Check that the edits are the given ones, are Python, and are made only once."""
     assert migrated(tmp_path, before)[0] == after
     ast.parse(after)
     assert migrated(tmp_path, after)[0] == after

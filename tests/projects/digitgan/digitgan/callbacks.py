@@ -1,4 +1,4 @@
-"""What is watched while it trains."""
+"""Callbacks that watch the training of the GAN."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 
 class SampleGrid(L.Callback):
-    """Keeps what the generator makes of the same noise, after every n-th epoch."""
+    """Keep the images that the generator makes from the same noise, after every n-th epoch."""
 
     def __init__(self, directory: str, every_n_epochs: int = 1):
         self.directory = Path(directory)
@@ -26,7 +26,7 @@ class SampleGrid(L.Callback):
 
 
 class BalanceWatch(L.Callback):
-    """Stops a run whose critic has won: its gradient penalty is gone and its loss falls without end."""
+    """Stop a run whose critic has won: its gradient penalty is gone and its loss falls without end."""
 
     def __init__(self, lowest_loss: float = -1e3, patience: int = 5):
         self.lowest_loss = lowest_loss

@@ -14,7 +14,7 @@ class DigitsDataModule(L.LightningDataModule):
         self.save_hyperparameters()
 
     def prepare_data(self):
-        load_digits()  # raises here, and on one process only, if scikit-learn came without its data
+        load_digits()  # raises an error here, on one process only, if scikit-learn came without its data
 
     def setup(self, stage: str):
         digits = load_digits()

@@ -37,7 +37,7 @@ class DigitGAN(L.LightningModule):
         return self.generator(noise, labels)
 
     def gradient_penalty(self, real: torch.Tensor, fake: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """How far the critic's gradient is from length 1, between real and generated images."""
+        """Return the distance of the critic's gradient from length 1, between real and generated images."""
         share = torch.rand(len(real), 1, 1, 1, device=self.device)
         between = (share * real + (1 - share) * fake).requires_grad_()
         scores = self.critic(between, labels)
@@ -96,7 +96,7 @@ class DigitGAN(L.LightningModule):
     # ------------------------------------------------------------------ evaluation
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> STEP_OUTPUT:
-        """How far the means and deviations of pixels are from those of real images."""
+        """Log the differences of the means and deviations of pixels from those in real images."""
         real, labels = batch
         fake = self.sample(labels)
         means = (real.mean(0) - fake.mean(0)).abs().mean()

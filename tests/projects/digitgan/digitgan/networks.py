@@ -1,4 +1,4 @@
-"""A generator and a critic, both told the class."""
+"""Generator and critic, both conditioned on the class."""
 
 import torch
 from torch import nn

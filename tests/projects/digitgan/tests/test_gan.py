@@ -1,4 +1,4 @@
-"""The GAN trains, is watched, and goes on where it was."""
+"""GAN: training, monitoring, and resume."""
 
 import lightning as L
 import pytest
@@ -23,7 +23,7 @@ def fit(root, max_epochs, data, model=None, ckpt_path=None):
 
 
 class Distances(L.Callback):
-    """Notes the distance after each validation."""
+    """Callback that records the distance after each validation."""
 
     def __init__(self):
         self.values = []
@@ -83,4 +83,4 @@ def test_a_trained_one_can_be_evaluated_alone(tmp_path, data):
     trainer, model = fit(tmp_path, 2, data)
     found = float(trainer.callback_metrics["val/distance"])
     (results,) = trainer.validate(model, datamodule=data, verbose=False)
-    assert results["val/distance"] == pytest.approx(found, rel=0.3)  # of other noise
+    assert results["val/distance"] == pytest.approx(found, rel=0.3)  # for other noise

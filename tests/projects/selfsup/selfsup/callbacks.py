@@ -1,4 +1,4 @@
-"""The teacher's update, and what is kept of a run."""
+"""Callbacks that update the teacher and keep losses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MomentumTeacher(Callback):
 
 
 class LossHistory(Callback):
-    """The loss of every step, kept over resumes."""
+    """Losses of every step, kept over resumes."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -35,11 +35,11 @@ class TwoViews(Dataset):
 
 
 class ViewsDataModule(pl.LightningDataModule):
-    """Training has two loaders side by side, validation two after each other.
+    """Data with two loaders in parallel for training, and two in sequence for validation.
 
     Args:
         batch_size: Pairs in a batch of the unlabelled loader.
-        labelled: How many images the probe may learn from.
+        labelled: Number of images that the probe may learn from.
         noise: Deviation of the noise in a view.
     """
 

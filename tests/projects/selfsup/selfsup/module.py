@@ -1,4 +1,4 @@
-"""BYOL (Grill et al. 2020) with a linear probe that learns beside it and does not touch the encoder."""
+"""BYOL (Grill et al. 2020) with a linear probe that learns at the same time without effect on the encoder."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class BYOL(pl.LightningModule):
         name = ("few", "held_out")[dataloader_idx]
         self.log(f"accuracy_{name}", accuracy, add_dataloader_idx=False, prog_bar=True)
         spread = F.normalize(features, dim=1).std(dim=0).mean()
-        self.log("spread", spread, on_epoch=True)  # it goes to 0 where all images look the same
+        self.log("spread", spread, on_epoch=True)  # 0 if all images look the same
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         images, _ = batch

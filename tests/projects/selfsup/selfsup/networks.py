@@ -1,4 +1,4 @@
-"""An encoder, and the heads on top of it."""
+"""Encoder, and the heads on top of it."""
 
 from __future__ import annotations
 

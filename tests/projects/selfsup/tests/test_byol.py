@@ -1,4 +1,4 @@
-"""What is learnt without labels, the teacher, the probe, and going on."""
+"""BYOL: training without labels, the teacher, the probe, and resumed runs."""
 
 import sys
 

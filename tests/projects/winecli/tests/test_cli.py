@@ -1,4 +1,4 @@
-"""What the command line trains, logs, saves and predicts."""
+"""Command line of the wine project: training, logs, checkpoints and predictions."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ def fit(*more):
 
 
 def rows_of(directory):
-    """The rows of all metrics that were written, by name."""
+    """Return the rows of all written metrics, by name."""
     found = {}
     for path in directory.rglob("metrics.csv"):
         for row in csv.DictReader(path.open()):

@@ -1,1 +1,1 @@
-"""Which cultivar a wine is of, by thirteen measurements: a project around LightningCLI."""
+"""Prediction of a wine's cultivar from thirteen measurements: a project around LightningCLI."""

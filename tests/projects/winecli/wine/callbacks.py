@@ -54,7 +54,7 @@ class GradientNorms(Callback):
 
 
 class ConfidenceWatch(Callback):
-    """How sure the model is of the batches that it was trained on."""
+    """Log the model's confidence in its training batches."""
 
     def __init__(self) -> None:
         self.confidences: list[float] = []
@@ -71,7 +71,7 @@ class ConfidenceWatch(Callback):
 
 
 class JsonPredictions(BasePredictionWriter):
-    """Writes what is predicted as JSON."""
+    """Write predictions as JSON."""
 
     def __init__(self, path: str, write_interval: str = "epoch") -> None:
         super().__init__(write_interval)

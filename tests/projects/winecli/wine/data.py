@@ -15,9 +15,9 @@ class WineData(LightningDataModule):
 
     Args:
         batch_size: Wines in a batch.
-        test_size: Share of the wines that the test has.
-        noise: Deviation of what is added to each training sample.
-        seed: Of the splits.
+        test_size: Share of the wines in the test set.
+        noise: Deviation of the noise on each training sample.
+        seed: Seed of the splits.
     """
 
     def __init__(self, batch_size: int = 16, test_size: float = 0.2, noise: float = 0.0, seed: int = 0) -> None:
