@@ -1,4 +1,4 @@
-"""A tiny task and its data, as users of the command line write them."""
+"""Tiny task and data for the command line, like a user's."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ import lumen
 
 @dataclass
 class Noise:
-    """How inputs are disturbed."""
+    """Noise on the inputs."""
 
     scale: float = 0.0
     kind: str = "normal"
@@ -23,9 +23,9 @@ class Line(lumen.TaskModule):
     Args:
         width: Inputs of a sample.
         lr: Learning rate.
-        encoder: Applied to the inputs first.
-        label: Taken from the data if it has one.
-        noise: Of the inputs.
+        encoder: Module that is applied to the inputs first.
+        label: Label of the data, or None.
+        noise: Noise on the inputs.
         widths: Some numbers.
     """
 
@@ -62,7 +62,7 @@ class Line(lumen.TaskModule):
 
 
 class Slope(Line):
-    """A line whose predictions are text."""
+    """Line task whose predictions are text."""
 
     def __init__(self, width: int, lr: float = 0.02, steepness: float = 1.0):
         super().__init__(width, lr)
@@ -72,14 +72,14 @@ class Slope(Line):
 
 
 class Columns(Line):
-    """A line whose predictions have names."""
+    """Line task whose predictions have names."""
 
     def predict_step(self, batch):
         return {"x": batch[0], "y": self(batch[0])[:, 0]}
 
 
 class Pairs(lumen.DataModule):
-    """Two validation loaders, with names or without."""
+    """Data module with two validation loaders, with names or without."""
 
     def __init__(self, names: list[str] | None = None):
         super().__init__()
@@ -95,8 +95,8 @@ class Points(lumen.DataModule):
 
     Args:
         width: Inputs of a sample.
-        samples: How many there are.
-        label: For whoever wants one.
+        samples: Number of samples.
+        label: Label for a linked argument.
         batch_size: Samples in a batch.
     """
 
@@ -121,7 +121,7 @@ class Points(lumen.DataModule):
 
 
 class Grid(lumen.DataModule):
-    """Other data, with an argument that has the same name and another meaning."""
+    """Other data; one argument has the same name and another meaning."""
 
     def __init__(self, width: int = 2, samples: int = 6):
         super().__init__()
