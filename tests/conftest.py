@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.clock import clock  # noqa: F401 (a fixture)
 from tests.helpers.group import group  # noqa: F401 (a fixture)
 from tests.helpers.report import report  # noqa: F401 (a fixture)
-from tests.helpers.runs import listed, shown  # noqa: F401 (fixtures)
+from tests.helpers.runs import list_runs, show_runs  # noqa: F401 (fixtures)
 from tests.helpers.working_directory import config_directory, program_directory  # noqa: F401 (fixtures)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share two cores with their processes

@@ -7,7 +7,7 @@ import torch
 
 import lumen
 from tests.helpers.checkpoint_additions import Average
-from tests.helpers.sharded import lists
+from tests.helpers.sharded import list_tensors
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -20,7 +20,7 @@ def fit_on_ranks(path, strategy, steps, resume):
     options["accumulate_grad_batches"] = 2 if strategy == "single" else 1
     data = loader(96, dtype=torch.float64)
     quiet_trainer(path / f"{strategy}-{steps}", logger=False, **options).fit(Regression(dtype=torch.float64), data)
-    return lists(average.average), saver.last_model_path
+    return list_tensors(average.average), saver.last_model_path
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ class BusyWeighing(Busy):
         return 1.0
 
 
-def warnings_of(folder, make, slow, own_s=0.0, data_s=0.0, until_s=1e9, seconds=8):
+def collect_warnings(folder, make, slow, own_s=0.0, data_s=0.0, until_s=1e9, seconds=8):
     """Return the warnings of all ranks in a run where one rank is slow to load data or to run its forward."""
     said = []
     handler = logging.Handler(logging.WARNING)
@@ -155,7 +155,7 @@ def warnings_of(folder, make, slow, own_s=0.0, data_s=0.0, until_s=1e9, seconds=
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "slow", "seconds"), [(Busy, 0, 12), (BusyWeighing, 1, 8)])
 def test_slow_rank_is_named_once_with_the_cause(group, tmp_path, make, slow, seconds):
-    (line,), others = group(2).run(warnings_of, tmp_path, make, slow, 0.02, 0.06, 1e9, seconds)
+    (line,), others = group(2).run(collect_warnings, tmp_path, make, slow, 0.02, 0.06, 1e9, seconds)
     assert others == []  # rank 0 logs the warning
     assert line.startswith(f"rank {slow} (host {socket.gethostname()}) is slow, and the other ranks wait for it: 0.")
     own_s, usual_s, data_s = map(float, re.findall(r"(\S+) s\b", line))
@@ -165,4 +165,4 @@ def test_slow_rank_is_named_once_with_the_cause(group, tmp_path, make, slow, sec
 @pytest.mark.slow
 @pytest.mark.parametrize("more_s", [0.0, 0.1])
 def test_equal_or_briefly_slow_ranks_are_not_named(group, tmp_path, more_s):
-    assert group(2).run(warnings_of, tmp_path, Busy, 0, more_s, 0.0, 2.5) == [[], []]
+    assert group(2).run(collect_warnings, tmp_path, Busy, 0, more_s, 0.0, 2.5) == [[], []]

@@ -20,8 +20,8 @@ from lumen.checkpoint.load.restore import load_model_and_data
 from lumen.checkpoint.optimizer_state import iterate_tensors
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
-from tests.helpers.checkpoints import bytes_read, memory_mib, same, tensors_of
-from tests.helpers.sharded import whole
+from tests.helpers.checkpoints import count_read_bytes, is_same_tensor, read_memory_mib, read_tensors
+from tests.helpers.sharded import unshard
 from tests.helpers.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
 
 STRATEGIES = {
@@ -65,7 +65,7 @@ class Everything(lumen.TaskModule):
         return {"note": (1, 2), "kept": torch.arange(3)}
 
     def set_extra_state(self, state):
-        assert same(state, self.get_extra_state())
+        assert is_same_tensor(state, self.get_extra_state())
 
     def training_step(self, batch):
         x = self.first(batch[0])
@@ -123,7 +123,7 @@ class SaveAtOnce(lumen.Callback):
 
     def on_fit_start(self, trainer, task):
         trainer.save_checkpoint(self.path)
-        self.kinds = {name: kinds_of(part) for name, part in trainer.callbacks[0].state.items()}
+        self.kinds = {name: is_sharded_state(part) for name, part in trainer.callbacks[0].state.items()}
         self.parts = [
             (parameter, entry)
             for parameter, entries in trainer.run.optim.optimizer.state.items()
@@ -132,7 +132,7 @@ class SaveAtOnce(lumen.Callback):
         ]
 
 
-def kinds_of(tensors):
+def is_sharded_state(tensors):
     """Return True if the tensors are sharded; all of them must be, or none."""
     (kind,) = {isinstance(each, DTensor) for each in iterate_tensors(tensors)}
     return kind
@@ -181,7 +181,7 @@ def read_all(root, pairs):
     return [read(root, *pair) for pair in pairs]
 
 
-def on_all(group, function, root, jobs, world_of):
+def run_jobs(group, function, root, jobs, world_of):
     """Run each job in a group of its number of processes. Return the results of rank 0."""
     answers = {}
     for world in (1, 2, 4):
@@ -193,10 +193,10 @@ def on_all(group, function, root, jobs, world_of):
     return answers
 
 
-def contents(path):
+def read_contents(path):
     """Return every tensor, and every part of the state that does not depend on the writer."""
     checkpoint = Checkpoint.open(path)
-    tensors = tensors_of(path, "model", "optimizer", "extra")
+    tensors = read_tensors(path, "model", "optimizer", "extra")
     tensors = {key: each for key, each in tensors.items() if not key[1].startswith("ranks")}
     state = {name: part for name, part in checkpoint.state.items() if name not in OF_PROCESSES}
     state["callbacks"] = {key: part for key, part in state["callbacks"].items() if part}
@@ -204,14 +204,14 @@ def contents(path):
 
 
 def assert_same(one, other):
-    for ours, theirs in zip(contents(one), contents(other), strict=True):
+    for ours, theirs in zip(read_contents(one), read_contents(other), strict=True):
         assert ours.keys() == theirs.keys()
-        assert [name for name in ours if not same(ours[name], theirs[name])] == []
+        assert [name for name in ours if not is_same_tensor(ours[name], theirs[name])] == []
 
 
 def check(group, root, written, pairs):
-    on_all(group, write_all, root, written, lambda name: STRATEGIES[name][0])
-    kinds = on_all(group, read_all, root, pairs, lambda pair: STRATEGIES[pair[1]][0])
+    run_jobs(group, write_all, root, written, lambda name: STRATEGIES[name][0])
+    kinds = run_jobs(group, read_all, root, pairs, lambda pair: STRATEGIES[pair[1]][0])
     for source, reader in pairs:
         assert_same(root / source, root / f"{source}-as-{reader}")
         cut_up, kept = reader in SHARDED, reader in SHARDED and source in SHARDED
@@ -226,7 +226,7 @@ def test_unusual_parameters_resume_under_other_strategies(group, tmp_path):
     """Tied, frozen, unevenly sharded and empty parameters."""
     pairs = [("single", "fsdp-2"), ("ddp-2", "fsdp-2"), ("fsdp-2", "fsdp-2"), ("fsdp-2", "single")]
     check(group, tmp_path, ["single", "ddp-2", "fsdp-2"], pairs)
-    tensors, state, aliases = contents(tmp_path / "fsdp-2")
+    tensors, state, aliases = read_contents(tmp_path / "fsdp-2")
     assert aliases == {"again.weight": "blocks.0.up.weight"}
     assert sum(section == "optimizer" for section, _ in tensors) == 3 * 13
     assert "frozen" not in state["optimizer"]["state"]
@@ -251,7 +251,7 @@ class Averaging(lumen.Callback):
         self.averaged = AveragedModel(task.first)
         if self.saved is not None:
             self.averaged.load_state_dict(self.saved)
-        self.begun_with = [whole(each).tolist() for each in self.averaged.state_dict().values()]
+        self.begun_with = [unshard(each).tolist() for each in self.averaged.state_dict().values()]
 
     def on_step_end(self, trainer, task):
         self.averaged.update_parameters(task.first)
@@ -268,7 +268,7 @@ def average(folder, strategy, resume, max_steps, save):
     averaging = Averaging()
     options = {"strategy": strategy, "resume": resume, "max_steps": max_steps}
     bare_trainer(folder, callbacks=[averaging, Saving(max_steps, save)], **options).fit(Everything(), loader())
-    return averaging.begun_with, [whole(each).tolist() for each in averaging.averaged.state_dict().values()]
+    return averaging.begun_with, [unshard(each).tolist() for each in averaging.averaged.state_dict().values()]
 
 
 def test_an_averaged_model_goes_on_where_it_was(group, tmp_path):
@@ -321,11 +321,11 @@ class Watch(lumen.Callback):
 
     def begin(self, *args):
         Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
-        self.held, self.read = memory_mib("VmRSS"), bytes_read()
+        self.held, self.read = read_memory_mib("VmRSS"), count_read_bytes()
         load_model_and_data(*args)
 
     def on_fit_start(self, trainer, task):
-        self.held, self.read = memory_mib("VmHWM") - self.held, bytes_read() - self.read
+        self.held, self.read = read_memory_mib("VmHWM") - self.held, count_read_bytes() - self.read
 
 
 def save_large(folder, strategy, rows=4096):
@@ -402,28 +402,28 @@ class Mine(ValueError):
     pass
 
 
-def refused(folder, path, task, callbacks=(), kind=LumenError, **options):
+def catch_load_error(folder, path, task, callbacks=(), kind=LumenError, **options):
     trainer = bare_trainer(folder, max_steps=9, resume=path, callbacks=[*callbacks], **options)
     with pytest.raises(kind) as caught:
         trainer.fit(task, loader())
     return type(caught.value).__name__, str(caught.value)
 
 
-def removed_between(folder, path, file, strategy):
-    return refused(folder, path, Large(4), [Changing((path / file).unlink)], strategy=strategy)
+def remove_before_read(folder, path, file, strategy):
+    return catch_load_error(folder, path, Large(4), [Changing((path / file).unlink)], strategy=strategy)
 
 
 @pytest.mark.parametrize("section", ["model", "optimizer"])
 def test_file_removed_before_reading_raises_on_all_ranks(group, tmp_path, section):
     path = group(2).run(save_large, tmp_path, "fsdp", 4)[0]
     file = f"{section}/00001-00000.safetensors"  # only rank 1 reads the state of the model
-    first, second = group(2).run(removed_between, tmp_path, path, file, "fsdp")
+    first, second = group(2).run(remove_before_read, tmp_path, path, file, "fsdp")
     assert first == second
     assert (first[0], file in first[1]) == ("CheckpointDamaged", True)
 
 
 def stumble(folder, path):
-    return refused(folder, path, Everything(), [Stumbling()], Exception, strategy="ddp")
+    return catch_load_error(folder, path, Everything(), [Stumbling()], Exception, strategy="ddp")
 
 
 def test_load_error_on_one_rank_ends_all(group, tmp_path):
@@ -463,7 +463,7 @@ MISMATCHES = [
 def refuse_mismatches(folder, path, strategy):
     messages = []
     for task, options, message in MISMATCHES:
-        kind, found = refused(folder, path, task(), strategy=strategy, **options)
+        kind, found = catch_load_error(folder, path, task(), strategy=strategy, **options)
         assert (kind, re.search(message, found) is not None) == ("CheckpointMismatch", True), found
         messages.append(found)
     return messages

@@ -15,17 +15,17 @@ from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.errors import CheckpointError, NonFiniteLoss, ProcessLost
 from tests.helpers.asynchronous_saves import (
-    At,
+    CallAtSteps,
     Large,
     SlowDisk,
     Watched,
-    files,
+    block_path_with_file,
     fit,
-    folder,
-    free_the_parameters,
-    names,
-    put_a_file_in_the_way,
-    saving,
+    free_parameters,
+    get_checkpoint_folder,
+    list_checkpoints,
+    make_saver,
+    read_files,
 )
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -33,12 +33,12 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 
 @STRATEGIES
 def test_ranks_write_their_shards_from_start_of_save(group, tmp_path, strategy):
-    copied = group(2).run(save_at_once_and_beside, tmp_path, strategy)
-    assert names(tmp_path) == ["step-00000004"]
-    expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
+    copied = group(2).run(save_in_both_ways, tmp_path, strategy)
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
+    expected, found = read_files(tmp_path / "at-once"), read_files(get_checkpoint_folder(tmp_path) / "step-00000004")
     assert {name.name[:5] for name in found if name.parent.name == "model"} == {"00000", "00001"}
     assert found == expected
-    checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
+    checkpoint = Checkpoint.open(get_checkpoint_folder(tmp_path) / "step-00000004")
     sections = ("model", "optimizer", "extra")
     specs = [
         checkpoint.get_spec(section, name) for section in sections for name in checkpoint.list_tensor_names(section)
@@ -46,7 +46,7 @@ def test_ranks_write_their_shards_from_start_of_save(group, tmp_path, strategy):
     assert sum(copied) == sum(shape.numel() * dtype.itemsize for dtype, shape in specs)
 
 
-def save_at_once_and_beside(tmp_path, strategy):
+def save_in_both_ways(tmp_path, strategy):
     """Return the number of bytes that this process has copied."""
     copied = []
     with pytest.MonkeyPatch.context() as patch:
@@ -62,12 +62,12 @@ def save_at_once_and_beside(tmp_path, strategy):
 
         def go_on(trainer):
             assert disk.reached.wait(30)
-            assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+            assert list_checkpoints(tmp_path)[0].startswith("step-00000004.tmp-")
             trainer.strategy.barrier()
             disk.goes_on.set()
 
         patch.setattr(Snapshot, "start_copy", counted)
-        callbacks = [At(step4=save_at_once, step7=go_on), saving()]
+        callbacks = [CallAtSteps(step4=save_at_once, step7=go_on), make_saver()]
         fit(tmp_path, callbacks, strategy=strategy, max_steps=7, logger=False, accumulate_grad_batches=1)
     return sum(copied)
 
@@ -75,7 +75,7 @@ def save_at_once_and_beside(tmp_path, strategy):
 def test_all_ranks_save_synchronously_if_one_lacks_memory(group, tmp_path):
     for how in ("known before", "found out"):
         assert group(2).run(save_without_memory_on_one_rank, tmp_path / how, how) == [False, False]
-        assert names(tmp_path / how) == ["step-00000004"]
+        assert list_checkpoints(tmp_path / how) == ["step-00000004"]
 
 
 def save_without_memory_on_one_rank(tmp_path, how):
@@ -94,10 +94,10 @@ def save_without_memory_on_one_rank(tmp_path, how):
         if os.environ["RANK"] == "1":
             patch.setattr(*((Path, "read_text", read) if how == "known before" else (Snapshot, "start_copy", take)))
         if how == "known before":
-            fit(tmp_path, saving(asynchronous=None), Large(), strategy="ddp", max_steps=6)
+            fit(tmp_path, make_saver(asynchronous=None), Large(), strategy="ddp", max_steps=6)
         else:
             patch.setattr("lumen.checkpoint.format.storage.Storage.quick_bytes", 0)
-            fit(tmp_path, saving(asynchronous=None), strategy="ddp", max_steps=6)
+            fit(tmp_path, make_saver(asynchronous=None), strategy="ddp", max_steps=6)
     return disk.is_left_to_a_thread
 
 
@@ -106,8 +106,8 @@ def test_thread_error_on_one_rank_ends_all(group, tmp_path, strategy):
     messages = group(2).run(train_until_a_disk_is_full, tmp_path, strategy)
     assert messages[0] == messages[1]
     assert re.search("step-00000008.*/00001-00000.safetensors: No space left on device", messages[0])
-    assert names(tmp_path) == ["step-00000004"]
-    Checkpoint.open(folder(tmp_path) / "step-00000004")
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
+    Checkpoint.open(get_checkpoint_folder(tmp_path) / "step-00000004")
 
 
 def train_until_a_disk_is_full(tmp_path, strategy):
@@ -124,13 +124,13 @@ def train_until_a_disk_is_full(tmp_path, strategy):
         if os.environ["RANK"] == "1":
             patch.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError) as caught:
-            fit(tmp_path, saving(at_end=True), max_epochs=100_000, strategy=strategy, logger=False)
+            fit(tmp_path, make_saver(at_end=True), max_epochs=100_000, strategy=strategy, logger=False)
     return str(caught.value)
 
 
 def test_slow_disks_leave_collectives_their_whole_limit(group, tmp_path):
-    group(2).run(train_beside_a_slow_disk, tmp_path)
-    assert names(tmp_path) == ["step-00000004"]
+    group(2).run(train_with_slow_disk, tmp_path)
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
 
 
 class LateAtTheEnd(lumen.Callback):
@@ -142,7 +142,7 @@ class LateAtTheEnd(lumen.Callback):
         torch.distributed.barrier()
 
 
-def train_beside_a_slow_disk(tmp_path):
+def train_with_slow_disk(tmp_path):
     """Train with a save longer than `timeout_s`, once by far, while rank 1 delays the next collective by a second."""
     fsync, slept, rests_s = os.fsync, [], iter((9.0, 4.0))
 
@@ -156,7 +156,7 @@ def train_beside_a_slow_disk(tmp_path):
             patch.setattr(os, "fsync", slow)
         for part in ("before", "."):  # the threads' process group stays open for the next run
             slept.clear()
-            callbacks, strategy = [saving(), LateAtTheEnd()], lumen.DDP(timeout_s=3.0)
+            callbacks, strategy = [make_saver(), LateAtTheEnd()], lumen.DDP(timeout_s=3.0)
             fit(tmp_path / part, callbacks, max_steps=6, strategy=strategy, logger=False)
     assert bool(slept) == (os.environ["RANK"] == "1")
 
@@ -165,7 +165,7 @@ def test_non_finite_shard_raises_on_all_ranks(group, tmp_path):
     messages = group(2).run(train_until_a_part_breaks, tmp_path)
     assert messages[0] == messages[1]
     assert re.search("after step 8 1 parameters are not finite.*: net.0.weight", messages[0])
-    assert names(tmp_path) == ["step-00000004"]
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
 
 
 def train_until_a_part_breaks(tmp_path):
@@ -176,7 +176,7 @@ def train_until_a_part_breaks(tmp_path):
             trainer.run.task.net[0].weight.detach().to_local()[-1] = torch.nan
 
     with pytest.raises(NonFiniteLoss) as caught:
-        fit(tmp_path, [At(step8=harm), saving()], max_epochs=3, max_steps=8, strategy="fsdp", logger=False)
+        fit(tmp_path, [CallAtSteps(step8=harm), make_saver()], max_epochs=3, max_steps=8, strategy="fsdp", logger=False)
     return str(caught.value)
 
 
@@ -191,9 +191,9 @@ def test_failing_thread_ends_run_on_all_ranks(group, tmp_path):
 def train_until_the_save_fails(tmp_path):
     def harm(trainer):
         if trainer.is_global_zero:
-            put_a_file_in_the_way(tmp_path, trainer)
+            block_path_with_file(tmp_path, trainer)
 
-    callbacks = [Watched(), At(step8=harm), saving(at_end=True)]
+    callbacks = [Watched(), CallAtSteps(step8=harm), make_saver(at_end=True)]
     with pytest.raises(CheckpointError) as caught:
         fit(tmp_path, callbacks, max_epochs=100_000, strategy="ddp", logger=False)
     return str(caught.value)
@@ -208,23 +208,23 @@ def test_ranks_agree_on_what_is_saved_and_kept(group, tmp_path):
 
 
 def train_on_ranks(tmp_path, asynchronous):
-    saver = saving(monitor="val_loss", every_n_train_steps=2, keep_last=2, save_top_k=2, asynchronous=asynchronous)
+    saver = make_saver(monitor="val_loss", every_n_train_steps=2, keep_last=2, save_top_k=2, asynchronous=asynchronous)
     fit(tmp_path, saver, strategy="ddp", val_check_interval=2)
-    return saver.scores, [Path(path).name for path in saver.best_k_models], names(tmp_path)
+    return saver.scores, [Path(path).name for path in saver.best_k_models], list_checkpoints(tmp_path)
 
 
 def test_copy_error_on_one_rank_raises_on_all(group, tmp_path):
     first, second = group(2).run(copy_freed_memory, tmp_path)
     assert second.startswith("RuntimeError: setStorage")
     assert first == f"ProcessLost: rank 1 failed: {second}"
-    assert names(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
 
 
 def copy_freed_memory(tmp_path):
     def harm(trainer):
         if trainer.global_rank == 1:
-            free_the_parameters(trainer)
+            free_parameters(trainer)
 
     with pytest.raises((RuntimeError, ProcessLost)) as caught:
-        fit(tmp_path, [At(step4=harm), saving()], strategy="ddp", logger=False)
+        fit(tmp_path, [CallAtSteps(step4=harm), make_saver()], strategy="ddp", logger=False)
     return f"{caught.type.__name__}: {caught.value}"

@@ -16,7 +16,7 @@ def gradients(rank):
     return [*made, None if rank == 0 else torch.full((2,), 6.0)]
 
 
-def of_all(rank, world, compression):
+def list_gradients(rank, world, compression):
     parameters = [nn.Parameter(torch.zeros(2) if each is None else each.clone()) for each in gradients(rank)]
     for parameter, gradient in zip(parameters, gradients(rank), strict=True):
         parameter.grad = gradient
@@ -25,7 +25,7 @@ def of_all(rank, world, compression):
 
 
 def run(compression):
-    return of_all(torch.distributed.get_rank(), torch.distributed.get_world_size(), compression)
+    return list_gradients(torch.distributed.get_rank(), torch.distributed.get_world_size(), compression)
 
 
 @pytest.mark.parametrize("compression", [None, "bf16", "fp16"])
@@ -40,7 +40,7 @@ def test_gradients_are_averaged_in_their_dtype(group, compression):
         assert found == expected
 
 
-def rounded(compression):
+def round_to(compression):
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([2.0**-12 + 1])
     average_gradients([parameter], 2, compression)
@@ -50,5 +50,5 @@ def rounded(compression):
 def test_compressed_gradients_are_rounded_to_compression_dtype(group):
     for compression, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         alone = float(torch.tensor((2.0**-12 + 1) / 2).to(dtype)) * 2
-        assert group(2).run(rounded, compression) == [alone] * 2
-    assert group(2).run(rounded, None) == [2.0**-12 + 1] * 2
+        assert group(2).run(round_to, compression) == [alone] * 2
+    assert group(2).run(round_to, None) == [2.0**-12 + 1] * 2

@@ -5,8 +5,8 @@ import torch
 
 import lumen
 from lumen.errors import CheckpointMismatch
-from tests.helpers.group import refusal
-from tests.helpers.sharded import lists
+from tests.helpers.group import catch_message
+from tests.helpers.sharded import list_tensors
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DATA = {"samples": 20, "shuffle": False, "dtype": torch.float64}
@@ -25,7 +25,7 @@ def evaluate(path, strategy, average):
     task = Regression(dtype=torch.float64)
     trainer = bare_trainer(path, strategy=strategy)
     found = trainer.validate(task, loader(**DATA), path / "runs" / "run", average=average)
-    return found, lists(dict(task.named_parameters()))
+    return found, list_tensors(dict(task.named_parameters()))
 
 
 @pytest.mark.parametrize("writer", ["auto", "ddp", "fsdp"])
@@ -53,6 +53,6 @@ def test_averaging_incompatible_checkpoints_raises_on_all_ranks(group, tmp_path)
     for path in (tmp_path / "other" / "checkpoint" / "checkpoints").iterdir():
         path.rename(tmp_path / "other" / path.name)
     paths = [str(tmp_path / "runs" / "run"), str(tmp_path / "other")]
-    first, second = group(2).run(refusal, CheckpointMismatch, evaluate, tmp_path, "fsdp", paths)
+    first, second = group(2).run(catch_message, CheckpointMismatch, evaluate, tmp_path, "fsdp", paths)
     assert first == second
     assert "net.0.weight is (16, 6) torch.float32 in" in first

@@ -9,7 +9,7 @@ import torch
 from torchmetrics import MeanSquaredError
 
 import lumen
-from tests.helpers.communication import AGREEMENT, BESIDE, EPOCHS, GATHER, VOTE
+from tests.helpers.communication import COLLECTIVES_OF_EPOCH, GATHER, GUARD, OTHER_SUMS_OF_STEP, VOTE
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
 PARAMETERS = sum(parameter.numel() for parameter in Regression().parameters())
@@ -48,14 +48,14 @@ class Slow(Regression):
 
 
 @functools.cache
-def meet(folder):
+def open_groups(folder):
     """Run once to open the process's groups, which later runs reuse."""
     bare_trainer(folder, max_steps=1, strategy=lumen.DDP()).fit(Regression(), loader(8, 4))
 
 
-def collectives(folder, task, steps, options=None, val_dataloaders=None, **trainer):
+def count_collectives(folder, task, steps, options=None, val_dataloaders=None, **trainer):
     """Return the count of each collective in a fit, and of sums by number of values: {"all_gather": 8, 5: 20}."""
-    meet(folder)
+    open_groups(folder)
     trainer = bare_trainer(folder, max_steps=steps, **{"strategy": lumen.DDP(**options or {})} | trainer)
     with torch.profiler.profile(activities=CPU, record_shapes=True, acc_events=True) as record:
         trainer.fit(task, loader(2400, 4), val_dataloaders=val_dataloaders)
@@ -67,12 +67,12 @@ def collectives(folder, task, steps, options=None, val_dataloaders=None, **train
     )
 
 
-def added(folder, make, *args, **options):
+def count_added_collectives(folder, make, *args, **options):
     """Return the sums of 10 more steps by their number of values: {5: 10}, without the sums of logged steps."""
-    few, many = (collectives(folder, make(*args), steps, **options) for steps in (2, 12))
+    few, many = (count_collectives(folder, make(*args), steps, **options) for steps in (2, 12))
     logged = 10 if options.get("log_every_n_steps") == 1 else 0
     assert many.pop("broadcast") <= few.pop("broadcast")
-    assert many.pop("all_gather") <= few.pop("all_gather") + logged * AGREEMENT
+    assert many.pop("all_gather") <= few.pop("all_gather") + logged * GUARD
     assert many.pop(VOTE, 0) <= few.pop(VOTE, 0) + 8  # more if the machine stalls
     return dict(many - few)
 
@@ -84,20 +84,20 @@ NOBODY_LISTENS = {"log_every_n_steps": 1}
 @pytest.mark.parametrize("options", [*WINDOWS, NOBODY_LISTENS, {"options": {"gradient_as_bucket_view": True}}], ids=str)
 def test_collectives_per_step(group, tmp_path, options):
     """A step sums its gradients and six other numbers."""
-    for sums in group(2).run(added, tmp_path, Saying, **options):
-        assert sums == {PARAMETERS: 10, BESIDE: 10}
+    for sums in group(2).run(count_added_collectives, tmp_path, Saying, **options):
+        assert sums == {PARAMETERS: 10, OTHER_SUMS_OF_STEP: 10}
 
 
 @pytest.mark.parametrize("options", WINDOWS, ids=str)
 @pytest.mark.parametrize("say", ["weights", "None"])
 def test_weights_and_skipped_batches_add_no_collectives(group, tmp_path, say, options):
-    for sums in group(2).run(added, tmp_path, Saying, say, **options):
-        assert sums == {PARAMETERS: 10, BESIDE: 10}
+    for sums in group(2).run(count_added_collectives, tmp_path, Saying, say, **options):
+        assert sums == {PARAMETERS: 10, OTHER_SUMS_OF_STEP: 10}
 
 
 def test_batch_weight_costs_one_small_sum_a_step(group, tmp_path):
-    for sums in group(2).run(added, tmp_path, Weighing):
-        assert sums == {PARAMETERS: 10, BESIDE: 10, 1: 10}
+    for sums in group(2).run(count_added_collectives, tmp_path, Weighing):
+        assert sums == {PARAMETERS: 10, OTHER_SUMS_OF_STEP: 10, 1: 10}
 
 
 def test_collectives_per_fsdp_step(group, tmp_path):
@@ -105,13 +105,13 @@ def test_collectives_per_fsdp_step(group, tmp_path):
     units, parameters = 2, 4
     for sums in group(2).run(add_fsdp_steps, tmp_path):
         assert sums.pop("all_gather") == 10 * units * 2
-        assert sums.pop(parameters) == sums.pop(BESIDE) == 10
+        assert sums.pop(parameters) == sums.pop(OTHER_SUMS_OF_STEP) == 10
         assert list(sums.values()) == [10] * units
 
 
 def add_fsdp_steps(folder):
     options = {"strategy": lumen.FSDP(), "gradient_clip_val": 1.0}
-    few, many = (collectives(folder, Saying(), steps, **options) for steps in (2, 12))
+    few, many = (count_collectives(folder, Saying(), steps, **options) for steps in (2, 12))
     assert many.pop(VOTE, 0) <= few.pop(VOTE, 0) + 8
     return many - few
 
@@ -131,27 +131,29 @@ class Harmless(lumen.Callback):
 def test_step_end_hook_adds_vote_unless_declared_harmless(group, tmp_path):
     for hooked, harmless in group(2).run(add_hooks, tmp_path):
         assert hooked == harmless | {VOTE + 1: 10}
-        assert harmless == {PARAMETERS: 10, BESIDE: 10}
+        assert harmless == {PARAMETERS: 10, OTHER_SUMS_OF_STEP: 10}
 
 
 def add_hooks(folder):
-    return added(folder, Hooked), added(folder, Saying, callbacks=[Harmless(), lumen.EarlyStopping("x", strict=False)])
+    return count_added_collectives(folder, Hooked), count_added_collectives(
+        folder, Saying, callbacks=[Harmless(), lumen.EarlyStopping("x", strict=False)]
+    )
 
 
-def between(fewer, more):
+def subtract_counts(fewer, more):
     """Return the difference of two counts, without votes on clocks and signals: {"all_gather": 4, 5: 1}."""
     return {kind: more[kind] - fewer[kind] for kind in fewer | more if kind != VOTE and more[kind] != fewer[kind]}
 
 
 def test_logger_adds_collectives_only_at_logged_steps(group, tmp_path):
     for few, many, logging in group(2).run(log_steps, tmp_path):
-        assert between(few, many) == {PARAMETERS: 10, BESIDE: 10}
-        assert between(many, logging) == {"all_gather": 2 * GATHER + 3 * AGREEMENT}  # three rows, not one
+        assert subtract_counts(few, many) == {PARAMETERS: 10, OTHER_SUMS_OF_STEP: 10}
+        assert subtract_counts(many, logging) == {"all_gather": 2 * GATHER + 3 * GUARD}  # three rows, not one
 
 
 def log_steps(folder):
     return [
-        collectives(folder, Saying(), steps, logger=lumen.CSVLogger(), log_every_n_steps=every)
+        count_collectives(folder, Saying(), steps, logger=lumen.CSVLogger(), log_every_n_steps=every)
         for steps, every in ((2, 1000), (12, 1000), (12, 4))
     ]
 
@@ -192,20 +194,22 @@ class MeasuringEnding(Measuring):
 @pytest.mark.parametrize("logger", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("make", "gathers", "sums"),
-    [(kind, *EPOCHS[kind.__name__]) for kind in (Quiet, Saying, Ending, QuietEnding, MeasuringEnding)],
+    [(kind, *COLLECTIVES_OF_EPOCH[kind.__name__]) for kind in (Quiet, Saying, Ending, QuietEnding, MeasuringEnding)],
 )
 def test_collectives_per_epoch(group, tmp_path, make, gathers, sums, logger):
     for few, many in group(2).run(make_epochs, tmp_path, make, logger):
         more = many - few
         assert more["all_gather"] == 20 * gathers * GATHER
-        assert more[BESIDE] == 20
+        assert more[OTHER_SUMS_OF_STEP] == 20
         assert more[VOTE + 2] == 20  # at the end of an epoch
         assert more[VOTE + 1] == 20 * (sums - 1)
 
 
 def make_epochs(folder, make, logger):
     options = {"logger": lumen.CSVLogger(), "log_every_n_steps": 1000} if logger else {}
-    return [collectives(folder, make(), steps, limit_train_batches=2, **options) for steps in (2, 22)]  # of one step
+    return [
+        count_collectives(folder, make(), steps, limit_train_batches=2, **options) for steps in (2, 22)
+    ]  # of one step
 
 
 class Rows(Saying):
@@ -232,15 +236,15 @@ class MeasuringRows(Saying):
 def test_collectives_per_validation_are_independent_of_length(group, tmp_path, make, gathers, logger):
     for one, three, long, three_long in group(2).run(validate, tmp_path, make, logger):
         costs = {"all_gather": 2 * (gathers + logger) * GATHER, VOTE + 1: 2}
-        assert between(one, three) == between(long, three_long) == costs
-        assert between(one, long) == {}
+        assert subtract_counts(one, three) == subtract_counts(long, three_long) == costs
+        assert subtract_counts(one, long) == {}
         assert three_long[VOTE] - three[VOTE] <= 3 * 15  # of 3 x 50 batches
 
 
 def validate(folder, make, logger):
     """Validate once and three times in six steps with one batch a rank, then with 51 batches."""
     return [
-        collectives(
+        count_collectives(
             folder, make(), 6, logger=lumen.CSVLogger() if logger else False, val_dataloaders=loader(2400, 4),
             val_check_interval=every, limit_val_batches=batches, num_sanity_val_steps=0, log_every_n_steps=1000,
         )
@@ -255,5 +259,5 @@ def test_clocks_and_signals_are_compared_twice_per_second(group, tmp_path):
 
 def look_at_clocks(folder):
     task = Slow()
-    few, many = collectives(folder, Slow(), 1), collectives(folder, task, 80, log_every_n_steps=1000)
+    few, many = count_collectives(folder, Slow(), 1), count_collectives(folder, task, 80, log_every_n_steps=1000)
     return task.took_s, many[VOTE] - few[VOTE]

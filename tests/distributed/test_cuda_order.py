@@ -56,7 +56,7 @@ def test_rank_without_loss_is_refused_with_sync_batchnorm(group, tmp_path):
     group(2).run(train_synced, tmp_path)
 
 
-def leave(rank, store, fails, later, answers):
+def leave_groups(rank, store, fails, later, answers):
     """Open the groups, close them as if NCCL held them, and return how they were closed."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     how = []
@@ -97,7 +97,9 @@ def test_exit_never_waits_for_nccl(tmp_path, fails, later, left):
     """Lumen destroys the groups if all ranks exit together, and aborts them otherwise."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    started = [context.Process(target=leave, args=(rank, tmp_path / "store", fails, later, answers)) for rank in (0, 1)]
+    started = [
+        context.Process(target=leave_groups, args=(rank, tmp_path / "store", fails, later, answers)) for rank in (0, 1)
+    ]
     for process in started:
         process.start()
     try:

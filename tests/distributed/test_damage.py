@@ -21,8 +21,8 @@ from torchmetrics import MeanMetric
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints, open_newest_valid
 from lumen.errors import CheckpointDamaged, CheckpointError
-from tests.helpers.checkpoints import tamper
-from tests.helpers.group import refusal
+from tests.helpers.checkpoints import tamper_with_manifest
+from tests.helpers.group import catch_message
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 STRATEGIES = ["single", "ddp", "fsdp"]
@@ -58,7 +58,7 @@ def train(folder, strategy, steps):
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
-def written(request, group, tmp_path_factory):
+def written_run(request, group, tmp_path_factory):
     """Train two steps under each strategy. Return the folder and the strategy."""
     folder = tmp_path_factory.mktemp(request.param)
     run = train if request.param == "single" else partial(group(2).run, train)
@@ -67,24 +67,24 @@ def written(request, group, tmp_path_factory):
 
 
 @pytest.fixture
-def two(written, tmp_path):
+def copied_run(written_run, tmp_path):
     """Return a copy of the run that a test may damage: the folder of its checkpoints."""
-    return copied(written[0], tmp_path / "copy")
+    return copy_run(written_run[0], tmp_path / "copy")
 
 
-def copied(folder, target):
+def copy_run(folder, target):
     shutil.copytree(folder, target)
     return target / "runs" / "run" / "checkpoints"
 
 
-def files_of(checkpoint):
+def list_files(checkpoint):
     return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
 
 
 # ---------------------------------------------------------------------- damage
 
 
-def flipped(position):
+def flip_byte(position):
     def damage(file):
         data = bytearray(file.read_bytes())
         header = 8 + int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else len(data) // 2
@@ -94,43 +94,43 @@ def flipped(position):
     return damage
 
 
-def moved_out(file):
+def move_out(file):
     shutil.move(file, out := file.parents[3] / f"elsewhere-{file.name}")
     return out
 
 
-def into_a_directory(file):
+def replace_by_directory(file):
     file.unlink()
     file.mkdir()
 
 
-def into_a_link(file):
-    file.symlink_to(moved_out(file))
+def replace_by_link(file):
+    file.symlink_to(move_out(file))
 
 
-def appended(file):
+def append_byte(file):
     with file.open("ab") as opened:
         opened.write(b"\0")
 
 
 DAMAGES = {
-    "first byte flipped": flipped("first"),
-    "header byte flipped": flipped("header"),
-    "data byte flipped": flipped("data"),
-    "last byte flipped": flipped("last"),
+    "first byte flipped": flip_byte("first"),
+    "header byte flipped": flip_byte("header"),
+    "data byte flipped": flip_byte("data"),
+    "last byte flipped": flip_byte("last"),
     "a byte short": lambda file: os.truncate(file, file.stat().st_size - 1),
     "empty": lambda file: os.truncate(file, 0),
-    "a byte long": appended,
+    "a byte long": append_byte,
     "missing": Path.unlink,
-    "a directory": into_a_directory,
-    "a link that leaves": into_a_link,
+    "a directory": replace_by_directory,
+    "a link that leaves": replace_by_link,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_file_is_named_and_previous_checkpoint_used(written, tmp_path, damage):
-    for number, name in enumerate(files := files_of(written[0] / "runs/run/checkpoints" / NEW)):
-        folder = copied(written[0], tmp_path / str(number))
+def test_damaged_file_is_named_and_previous_checkpoint_used(written_run, tmp_path, damage):
+    for number, name in enumerate(files := list_files(written_run[0] / "runs/run/checkpoints" / NEW)):
+        folder = copy_run(written_run[0], tmp_path / str(number))
         DAMAGES[damage](folder / NEW / name)
         complaints = []
         assert open_newest_valid(folder, complaints.append).path == folder / OLD
@@ -141,21 +141,21 @@ def test_damaged_file_is_named_and_previous_checkpoint_used(written, tmp_path, d
     assert len(files) >= 5
 
 
-def test_files_that_have_changed_places_are_noticed(written, two):
+def test_files_that_have_changed_places_are_noticed(written_run, copied_run):
     swapped = 0
     for section in ("model", "optimizer", "extra"):
-        names = [name for name in files_of(two / NEW) if name.startswith(section)]
+        names = [name for name in list_files(copied_run / NEW) if name.startswith(section)]
         for name, other in zip(names, [*names[1:], "optimizer/00000-00000.safetensors"], strict=True):
             if name == other:
                 continue
-            exchange(two / NEW / name, two / NEW / other)
+            exchange(copied_run / NEW / name, copied_run / NEW / other)
             complaints = []
-            assert open_newest_valid(two, complaints.append).path == two / OLD
+            assert open_newest_valid(copied_run, complaints.append).path == copied_run / OLD
             assert name in complaints[0] or other in complaints[0]
-            exchange(two / NEW / name, two / NEW / other)
+            exchange(copied_run / NEW / name, copied_run / NEW / other)
             swapped += 1
     assert swapped >= 2
-    assert open_newest_valid(two, pytest.fail).path == two / NEW
+    assert open_newest_valid(copied_run, pytest.fail).path == copied_run / NEW
 
 
 def exchange(one, other):
@@ -164,29 +164,29 @@ def exchange(one, other):
     os.rename(aside, other)
 
 
-def test_a_file_more_harms_nobody(two):
+def test_a_file_more_harms_nobody(copied_run):
     for name in ("notes.txt", "model/00009-00000.safetensors", "model/notes.txt", "more/x.safetensors"):
-        (two / NEW / name).parent.mkdir(exist_ok=True)
-        (two / NEW / name).write_bytes(b"anything")
-    assert open_newest_valid(two, pytest.fail).path == two / NEW
+        (copied_run / NEW / name).parent.mkdir(exist_ok=True)
+        (copied_run / NEW / name).write_bytes(b"anything")
+    assert open_newest_valid(copied_run, pytest.fail).path == copied_run / NEW
 
 
-def damaged_copies(written, tmp_path):
+def iterate_damaged_copies(written_run, tmp_path):
     """Yield (copy, file): a copy of the run for each file of its newest checkpoint, each damaged in a different way."""
     cases = {}
-    for number, name in enumerate(files_of(written[0] / "runs/run/checkpoints" / NEW)):
+    for number, name in enumerate(list_files(written_run[0] / "runs/run/checkpoints" / NEW)):
         for shift in (0, 4):
             damage = DAMAGES[list(DAMAGES)[(number + shift) % len(DAMAGES)]]
             case = tmp_path / f"{number}-{shift}"
-            damage(copied(written[0], case) / NEW / name)
+            damage(copy_run(written_run[0], case) / NEW / name)
             cases[case] = name
     return cases
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_run_resumes_from_previous_checkpoint_on_all_ranks(written, group, tmp_path, world):
-    cases = damaged_copies(written, tmp_path)
-    strategy = {"single": "ddp"}.get(written[1], written[1]) if world == 2 else "single"
+def test_run_resumes_from_previous_checkpoint_on_all_ranks(written_run, group, tmp_path, world):
+    cases = iterate_damaged_copies(written_run, tmp_path)
+    strategy = {"single": "ddp"}.get(written_run[1], written_run[1]) if world == 2 else "single"
     answers = group(2).run(train_each, list(cases), strategy) if world == 2 else [train_each(cases, strategy)]
     for answer in answers:
         assert answer == dict.fromkeys(map(str, cases), OLD)
@@ -205,15 +205,15 @@ def train_each(cases, strategy):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_only_damaged_checkpoints_raise_and_change_nothing(two, group, world):
+def test_only_damaged_checkpoints_raise_and_change_nothing(copied_run, group, world):
     for checkpoint in (OLD, NEW):
-        flipped("last")(two / checkpoint / "model/00000-00000.safetensors")
-    before = {path: path.stat().st_mtime_ns for path in two.rglob("*")}
+        flip_byte("last")(copied_run / checkpoint / "model/00000-00000.safetensors")
+    before = {path: path.stat().st_mtime_ns for path in copied_run.rglob("*")}
     run = group(2).run if world == 2 else lambda function, *args: [function(*args)]
-    messages = run(refusal, CheckpointError, train, two.parents[2], "ddp" if world == 2 else "single", 3)
+    messages = run(catch_message, CheckpointError, train, copied_run.parents[2], "ddp" if world == 2 else "single", 3)
     assert len(set(messages)) == 1
     assert "every checkpoint in" in messages[0]
-    assert {path: path.stat().st_mtime_ns for path in two.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in copied_run.rglob("*")} == before
 
 
 # ---------------------------------------------------------------------- attacks
@@ -227,7 +227,7 @@ class Bomb:
         return os.mkdir, (self.marker,)
 
 
-def bombs_for(marker):
+def make_bombs(marker):
     """Return a payload that unpickling would execute, as pickle and as torch write it."""
     archive = io.BytesIO()
     torch.save(Bomb(marker), archive)
@@ -258,23 +258,25 @@ WAYS = {
 }
 
 
-of_fsdp = pytest.mark.parametrize("written", ["fsdp"], indirect=True)
+of_fsdp = pytest.mark.parametrize("written_run", ["fsdp"], indirect=True)
 
 
 @of_fsdp
 @pytest.mark.parametrize("way", WAYS)
-def test_foreign_pickles_are_never_executed(two, tmp_path, way):
-    for number, bomb in enumerate(bombs_for(marker := tmp_path / "executed")):
+def test_foreign_pickles_are_never_executed(copied_run, tmp_path, way):
+    for number, bomb in enumerate(make_bombs(marker := tmp_path / "executed")):
         for name in ("model.pt", "model/x.pkl", ".metadata", "optimizer/state.bin", "extra/x.npy", "__init__.py"):
-            (two / NEW / f"{number}{name}" if name.startswith(".") else two / NEW / name).write_bytes(bomb)
-        with_metadata(two / NEW, bomb.decode("latin-1"))
-        WAYS[way](two / NEW, tmp_path)
+            (copied_run / NEW / f"{number}{name}" if name.startswith(".") else copied_run / NEW / name).write_bytes(
+                bomb
+            )
+        write_metadata(copied_run / NEW, bomb.decode("latin-1"))
+        WAYS[way](copied_run / NEW, tmp_path)
         assert not marker.exists()
 
 
-def with_metadata(checkpoint, text):
+def write_metadata(checkpoint, text):
     """Put a text into the metadata of each safetensors file, and update the manifest."""
-    for name in files_of(checkpoint):
+    for name in list_files(checkpoint):
         file = checkpoint / name
         if file.suffix == ".safetensors" and file.read_bytes()[8:9] == b"{":
             data = file.read_bytes()
@@ -283,7 +285,7 @@ def with_metadata(checkpoint, text):
             encoded = json.dumps(header).encode()
             encoded += b" " * (-len(encoded) % 8)
             file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data[8 + size :])
-            tamper(checkpoint, partial(make_right, file, name))
+            tamper_with_manifest(checkpoint, partial(make_right, file, name))
 
 
 def make_right(file, name, manifest):
@@ -293,23 +295,23 @@ def make_right(file, name, manifest):
 
 @of_fsdp
 @pytest.mark.parametrize("way", WAYS)
-def test_pickle_in_place_of_file_is_refused_unexecuted(two, tmp_path, way):
-    for bomb in bombs_for(marker := tmp_path / "executed"):
-        for name in files_of(two / NEW):
-            data = (two / NEW / name).read_bytes()
-            (two / NEW / name).write_bytes(bomb)
+def test_pickle_in_place_of_file_is_refused_unexecuted(copied_run, tmp_path, way):
+    for bomb in make_bombs(marker := tmp_path / "executed"):
+        for name in list_files(copied_run / NEW):
+            data = (copied_run / NEW / name).read_bytes()
+            (copied_run / NEW / name).write_bytes(bomb)
             if name.startswith("model/") or name == "manifest.json":
                 with pytest.raises(CheckpointError, match=name):
-                    WAYS[way](two / NEW, tmp_path)
+                    WAYS[way](copied_run / NEW, tmp_path)
             elif "init_from" not in way:  # a reader of only this file
                 with pytest.raises(CheckpointDamaged, match=name):
-                    WAYS[way](two / NEW, tmp_path)
+                    WAYS[way](copied_run / NEW, tmp_path)
             assert not marker.exists()
-            (two / NEW / name).write_bytes(data)
+            (copied_run / NEW / name).write_bytes(data)
 
 
 def test_bombs_explode_where_they_are_unpickled(tmp_path):
-    plain, archive = bombs_for(tmp_path / "executed")
+    plain, archive = make_bombs(tmp_path / "executed")
     pickle.loads(plain)
     (tmp_path / "executed").rmdir()
     torch.load(io.BytesIO(archive), weights_only=False)
@@ -318,17 +320,17 @@ def test_bombs_explode_where_they_are_unpickled(tmp_path):
 
 @of_fsdp
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_execute_none_either(group, two, tmp_path, strategy):
-    bomb, _ = bombs_for(marker := tmp_path / "executed")
+def test_several_processes_execute_none_either(group, copied_run, tmp_path, strategy):
+    bomb, _ = make_bombs(marker := tmp_path / "executed")
     for name in ("model.pt", "extra/x.npy", ".metadata"):
-        (two / OLD / name).write_bytes(bomb)
-    for name in files_of(two / NEW):
-        (two / NEW / name).write_bytes(bomb)
-    assert group(2).run(train, two.parents[2], strategy, 3) == [OLD, OLD]
+        (copied_run / OLD / name).write_bytes(bomb)
+    for name in list_files(copied_run / NEW):
+        (copied_run / NEW / name).write_bytes(bomb)
+    assert group(2).run(train, copied_run.parents[2], strategy, 3) == [OLD, OLD]
     assert not marker.exists()
 
 
-def renamed(old, new, manifest):
+def rename_file_in_manifest(old, new, manifest):
     """Rename a file in a manifest, like an attacker who claims another location for the file."""
     manifest["files"][new] = manifest["files"].pop(old)
     for tensors in manifest["sections"].values():
@@ -349,33 +351,35 @@ OUTSIDE = {
 @of_fsdp
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", OUTSIDE)
-def test_manifest_with_outside_paths_is_refused(two, tmp_path, place, way):
-    shutil.copytree(two / NEW, two / "outside")  # all files exist and are intact
+def test_manifest_with_outside_paths_is_refused(copied_run, tmp_path, place, way):
+    shutil.copytree(copied_run / NEW, copied_run / "outside")  # all files exist and are intact
     for name in ("model/00000-00000.safetensors", "state.json"):
-        shutil.copy(two / "outside/manifest.json", two / NEW / "manifest.json")
-        tamper(two / NEW, partial(renamed, name, OUTSIDE[place].format(name, root=two)))
+        shutil.copy(copied_run / "outside/manifest.json", copied_run / NEW / "manifest.json")
+        tamper_with_manifest(
+            copied_run / NEW, partial(rename_file_in_manifest, name, OUTSIDE[place].format(name, root=copied_run))
+        )
         with pytest.raises(CheckpointDamaged, match=r"manifest\.json is malformed: .*is not allowed"):
-            WAYS[way](two / NEW, tmp_path)
+            WAYS[way](copied_run / NEW, tmp_path)
 
 
 @of_fsdp
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("linked", ["model", "model/00000-00000.safetensors", "manifest.json"])
-def test_links_to_outside_are_refused(two, tmp_path, linked, way):
-    shutil.move(two / NEW / linked, two / "outside")
-    (two / NEW / linked).symlink_to(two / "outside")
+def test_links_to_outside_are_refused(copied_run, tmp_path, linked, way):
+    shutil.move(copied_run / NEW / linked, copied_run / "outside")
+    (copied_run / NEW / linked).symlink_to(copied_run / "outside")
     with pytest.raises(CheckpointDamaged, match="is a link that leaves the checkpoint"):
-        WAYS[way](two / NEW, tmp_path)
+        WAYS[way](copied_run / NEW, tmp_path)
 
 
 @of_fsdp
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_outside_path_is_refused_equally_on_all_ranks(group, two, tmp_path, strategy):
-    shutil.copytree(two / NEW, two / "outside")
+def test_outside_path_is_refused_equally_on_all_ranks(group, copied_run, tmp_path, strategy):
+    shutil.copytree(copied_run / NEW, copied_run / "outside")
     name = "model/00000-00000.safetensors"
-    tamper(two / NEW, partial(renamed, name, f"../outside/{name}"))
-    assert group(2).run(train, two.parents[2], strategy, 3) == [OLD, OLD]
-    assert "could be outside the checkpoint" in (two.parent / "run.log").read_text()
+    tamper_with_manifest(copied_run / NEW, partial(rename_file_in_manifest, name, f"../outside/{name}"))
+    assert group(2).run(train, copied_run.parents[2], strategy, 3) == [OLD, OLD]
+    assert "could be outside the checkpoint" in (copied_run.parent / "run.log").read_text()
 
 
 @pytest.mark.parametrize("way", ["init_from", "init_from a URL", "validate", "test", "predict"])

@@ -11,14 +11,14 @@ PAGE = (Path(__file__).parents[2] / "docs/guides/third-party-datasets.md").read_
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
 
 
-def programs(text):
+def find_programs(text):
     return re.findall(r"```python\n(.*?)```", text, re.S)
 
 
-def executed(*texts, found=None):
+def execute_programs(*texts, found=None):
     """Execute all programs of some sections in order, and return the names they define."""
     found = found or {"__name__": "page"}
-    for number, program in enumerate(program for text in texts for program in programs(text)):
+    for number, program in enumerate(program for text in texts for program in find_programs(text)):
         exec(compile(program, f"docs/guides/third-party-datasets.md, program {number}", "exec"), found)
     return found
 
@@ -28,8 +28,8 @@ HUGGING_FACE, TAR, STATE, PARTS = SECTIONS.values()
 
 
 def test_every_program_of_page_is_tested():
-    assert [len(programs(text)) for text in (HEAD, HUGGING_FACE, TAR, STATE, PARTS)] == [1, 2, 3, 1, 1]
-    assert len(programs(PAGE)) == 8
+    assert [len(find_programs(text)) for text in (HEAD, HUGGING_FACE, TAR, STATE, PARTS)] == [1, 2, 3, 1, 1]
+    assert len(find_programs(PAGE)) == 8
 
 
 @pytest.mark.filterwarnings("ignore:.*unclosed file:ResourceWarning")  # webdataset does not close its files
@@ -42,11 +42,11 @@ def test_a_section_of_the_page_runs(title, tmp_path, monkeypatch):
         pytest.importorskip("datasets")
     if "import webdataset" in text:
         pytest.importorskip("webdataset")
-    found = executed(HEAD, *([without_package(TAR)] if text == PARTS else []), text)
+    found = execute_programs(HEAD, *([find_package_free_programs(TAR)] if text == PARTS else []), text)
     assert found["task" if "task" in found else "rest"].seen
 
 
-def without_package(text):
+def find_package_free_programs(text):
     """Return the programs about a tar that need no package."""
     return text.partition("Where files are far away")[0]
 
@@ -62,7 +62,7 @@ def parts(folder):
     os.chdir(folder)
     for rank in range(2):  # each writes the tars
         if rank == torch.distributed.get_rank():
-            found = executed(HEAD, without_package(TAR).rpartition("task = Classify()")[0] + "```")
+            found = execute_programs(HEAD, find_package_free_programs(TAR).rpartition("task = Classify()")[0] + "```")
         torch.distributed.barrier()
-    found = executed(PARTS, found=found)
+    found = execute_programs(PARTS, found=found)
     return found["task"].seen, found["trainer"].global_step

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import ConfigError, LumenError, TrainingError
-from tests.helpers.group import assert_equal, on_ranks, refusal
-from tests.helpers.tasks import Regression, bare_trainer, loader, numbers, quiet_trainer, regression_data
+from tests.helpers.group import assert_equal, catch_message, run_on_ranks
+from tests.helpers.tasks import Regression, bare_trainer, loader, make_numbers, quiet_trainer, regression_data
 
 
-def state_of(task):
+def read_state(task):
     return {name: value.detach().numpy() for name, value in task.state_dict().items()}
 
 
@@ -27,15 +27,15 @@ def fit(folder, task, data=None, **options):
     """Train a task; return the trainer and the final parameters."""
     trainer = bare_trainer(folder, **{"max_epochs": 2} | options)
     trainer.fit(task, loader(dtype=torch.float64) if data is None else data)
-    return trainer, state_of(task)
+    return trainer, read_state(task)
 
 
-def end_of(folder, kind, *args, **options):
+def train_new(folder, kind, *args, **options):
     """Return the final parameters of a task of this class."""
     return fit(folder, kind(*args), **options)[1]
 
 
-def steps_of(folder, kind, *args, **options):
+def train_and_read_steps(folder, kind, *args, **options):
     """Return the steps of a task of this class and its final parameters."""
     trainer, state = fit(folder, kind(*args), **options)
     return trainer.global_step, state
@@ -64,7 +64,7 @@ def train(folder, options, **trainer):
 )
 def test_every_option_trains_what_one_process_trains(group, tmp_path, options):
     alone = train(tmp_path, None, accumulate_grad_batches=4)
-    assert_equal(on_ranks(group, 2, train, tmp_path, options, accumulate_grad_batches=2), alone)
+    assert_equal(run_on_ranks(group, 2, train, tmp_path, options, accumulate_grad_batches=2), alone)
 
 
 class Reentrant(Regression):
@@ -88,12 +88,12 @@ def train_reentrant(folder, batches):
 
 def test_reentrant_checkpoints_train_what_one_process_trains(group, tmp_path):
     alone = train_reentrant(tmp_path, 4)
-    assert_equal(on_ranks(group, 2, train_reentrant, tmp_path, 2), alone)
+    assert_equal(run_on_ranks(group, 2, train_reentrant, tmp_path, 2), alone)
 
 
 def test_all_ranks_start_with_weights_of_rank_0(group, tmp_path):
     alone = fit(tmp_path, Regression(optimizer="SGD", dtype=torch.float64), accumulate_grad_batches=2)[1]
-    assert_equal(on_ranks(group, 2, train_what_ranks_built_differently, tmp_path), alone)
+    assert_equal(run_on_ranks(group, 2, train_what_ranks_built_differently, tmp_path), alone)
 
 
 def train_what_ranks_built_differently(folder):
@@ -106,13 +106,13 @@ def train_what_ranks_built_differently(folder):
 
 def test_a_static_graph_trains_what_one_process_trains(group, tmp_path):
     alone = train(tmp_path, None, accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, train, tmp_path, {"static_graph": True}), alone)
+    assert_equal(run_on_ranks(group, 2, train, tmp_path, {"static_graph": True}), alone)
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_compressed_gradients_are_rounded_and_nothing_else(group, tmp_path, kind):
     alone = take_a_step(tmp_path, accumulate_grad_batches=2)
-    compressed = on_ranks(group, 2, take_a_step, tmp_path, strategy=lumen.DDP(gradient_compression=kind))
+    compressed = run_on_ranks(group, 2, take_a_step, tmp_path, strategy=lumen.DDP(gradient_compression=kind))
     assert_equal(compressed, alone, 1e-2)
     assert any(abs(value - alone[name]).max() > 0 for name, value in compressed.items())
 
@@ -143,7 +143,7 @@ class Branching(Regression):
 
 
 def test_unused_parameters_are_named_before_a_hang(group, tmp_path):
-    for message in group(2).run(refusal, TrainingError, end_of, tmp_path, Branching, (), strategy="ddp"):
+    for message in group(2).run(catch_message, TrainingError, train_new, tmp_path, Branching, (), strategy="ddp"):
         assert "branch.weight, branch.bias" in message
         assert "find_unused_parameters" in message
 
@@ -164,8 +164,8 @@ def test_unused_parameter_on_one_rank_ends_the_job(tmp_path):
 def test_ranks_may_use_different_parameters_if_asked(group, tmp_path):
     alone = fit(tmp_path, Branching((0,)), accumulate_grad_batches=2)[1]
     strategy = lumen.DDP(find_unused_parameters=True)
-    assert_equal(on_ranks(group, 2, end_of, tmp_path, Branching, (0,), strategy=strategy), alone)
-    assert np.abs(alone["branch.weight"] - state_of(Branching((0,)))["branch.weight"]).max() > 0.01
+    assert_equal(run_on_ranks(group, 2, train_new, tmp_path, Branching, (0,), strategy=strategy), alone)
+    assert np.abs(alone["branch.weight"] - read_state(Branching((0,)))["branch.weight"]).max() > 0.01
 
 
 class Unfreezing(Regression):
@@ -180,8 +180,8 @@ class Unfreezing(Regression):
 
 def test_layers_can_be_unfrozen_at_any_step(group, tmp_path):
     kind = partial(Unfreezing, dtype=torch.float64)
-    alone = end_of(tmp_path, kind, accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, end_of, tmp_path, kind, strategy="ddp"), alone)
+    alone = train_new(tmp_path, kind, accumulate_grad_batches=2)
+    assert_equal(run_on_ranks(group, 2, train_new, tmp_path, kind, strategy="ddp"), alone)
 
 
 # ---------------------------------------------------------------------- branches and skips on some ranks only
@@ -205,9 +205,9 @@ class Choosy(Regression):
 @pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_none_skips_micro_batch_of_that_rank_only(group, tmp_path, weigh, left_out, options):
-    task = end_of, tmp_path, Choosy, left_out, weigh
-    alone = end_of(*task[1:], accumulate_grad_batches=4)
-    assert_equal(on_ranks(group, 2, *task, strategy=lumen.DDP(**options), accumulate_grad_batches=2), alone)
+    task = train_new, tmp_path, Choosy, left_out, weigh
+    alone = train_new(*task[1:], accumulate_grad_batches=4)
+    assert_equal(run_on_ranks(group, 2, *task, strategy=lumen.DDP(**options), accumulate_grad_batches=2), alone)
 
 
 class Constantly(Choosy):
@@ -218,10 +218,10 @@ class Constantly(Choosy):
 
 @pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
 def test_constant_with_weight_0_skips_micro_batch(group, tmp_path, left_out):
-    alone = end_of(tmp_path, Choosy, left_out, True, accumulate_grad_batches=4)
-    constantly = end_of, tmp_path, Constantly, left_out, True
-    assert_equal(end_of(*constantly[1:], accumulate_grad_batches=4), alone)
-    assert_equal(on_ranks(group, 2, *constantly, strategy="ddp", accumulate_grad_batches=2), alone)
+    alone = train_new(tmp_path, Choosy, left_out, True, accumulate_grad_batches=4)
+    constantly = train_new, tmp_path, Constantly, left_out, True
+    assert_equal(train_new(*constantly[1:], accumulate_grad_batches=4), alone)
+    assert_equal(run_on_ranks(group, 2, *constantly, strategy="ddp", accumulate_grad_batches=2), alone)
 
 
 class Wrong(Regression):
@@ -254,16 +254,16 @@ WRONG = {
 
 
 def test_errors_of_one_process_raise_on_every_rank(group, tmp_path):
-    for each in group(2).run(refused, tmp_path):
+    for each in group(2).run(catch_error, tmp_path):
         assert each.keys() == WRONG.keys()
         for what, message in each.items():
             assert WRONG[what] in message
 
 
-def refused(folder):
+def catch_error(folder):
     said = {}
     for what in WRONG:
-        data = DataLoader(numbers(3), 4, drop_last=True) if what == "has no data" else loader(dtype=torch.float64)
+        data = DataLoader(make_numbers(3), 4, drop_last=True) if what == "has no data" else loader(dtype=torch.float64)
         trainer = bare_trainer(folder, max_epochs=1, strategy="ddp", detect_anomaly=what in ("logarithm", "root"))
         with pytest.raises(LumenError) as caught:
             trainer.fit(Wrong(what), data)
@@ -286,8 +286,8 @@ class Buffered(Choosy):
 
 @pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
 def test_none_from_one_rank_waits_for_no_buffers(group, tmp_path, options):
-    alone = end_of(tmp_path, Buffered, (1, 3), accumulate_grad_batches=2)
-    ranks = group(2).run(end_of, tmp_path, Buffered, (1, 3), strategy=lumen.DDP(**options))
+    alone = train_new(tmp_path, Buffered, (1, 3), accumulate_grad_batches=2)
+    ranks = group(2).run(train_new, tmp_path, Buffered, (1, 3), strategy=lumen.DDP(**options))
     for rank, state in enumerate(ranks):
         seen, expected = state.pop("seen"), alone.get("seen")
         assert_equal(state, {name: value for name, value in alone.items() if name != "seen"})
@@ -312,9 +312,9 @@ class Alternating(Regression):
 
 def test_unused_parameters_are_unchanged_with_idle_rank(group, tmp_path):
     options = {"data": loader(20, 4, dtype=torch.float64), "max_epochs": 3}
-    alone = end_of(tmp_path, Alternating, accumulate_grad_batches=3, **options)
+    alone = train_new(tmp_path, Alternating, accumulate_grad_batches=3, **options)
     options |= {"global_batch_size": 12, "strategy": lumen.DDP(find_unused_parameters=True)}
-    assert_equal(on_ranks(group, 2, end_of, tmp_path, Alternating, **options), alone)
+    assert_equal(run_on_ranks(group, 2, train_new, tmp_path, Alternating, **options), alone)
 
 
 class Overflowing(Regression):
@@ -343,8 +343,8 @@ def count_updates(folder, strategy, accumulate):
 
 
 def test_step_skipped_by_all_ranks_is_no_update(group, tmp_path):
-    steps, alone = steps_of(tmp_path, Choosy, (0, 1), False, accumulate_grad_batches=2)
-    for each, state in group(2).run(steps_of, tmp_path, Choosy, (0, 1), False, strategy="ddp"):
+    steps, alone = train_and_read_steps(tmp_path, Choosy, (0, 1), False, accumulate_grad_batches=2)
+    for each, state in group(2).run(train_and_read_steps, tmp_path, Choosy, (0, 1), False, strategy="ddp"):
         assert_equal(state, alone)
         assert each == steps
 
@@ -364,12 +364,12 @@ def weigh_on_one_rank(folder):
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_with_nothing_to_do_takes_part(group, tmp_path, world, samples):
     alone = train_few(tmp_path, samples, world)
-    assert_equal(on_ranks(group, world, train_few, tmp_path, samples, strategy="ddp"), alone)
+    assert_equal(run_on_ranks(group, world, train_few, tmp_path, samples, strategy="ddp"), alone)
 
 
 def test_idle_rank_in_first_step_equals_single_process(group, tmp_path):
     alone = train_few(tmp_path, 1, {0: 2, 1: 4})
-    assert_equal(on_ranks(group, 2, train_few, tmp_path, 1, {0: 1, 1: 2}, strategy="ddp"), alone)
+    assert_equal(run_on_ranks(group, 2, train_few, tmp_path, 1, {0: 1, 1: 2}, strategy="ddp"), alone)
 
 
 def train_few(folder, samples, accumulate=1, **options):
@@ -402,8 +402,8 @@ def clamp_on_some_ranks(folder):
 
 
 def test_equal_parameter_writes_on_all_ranks_are_supported(group, tmp_path):
-    alone = end_of(tmp_path, Clamping, "on_before_zero_grad", accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, end_of, tmp_path, Clamping, "on_before_zero_grad", strategy="ddp"), alone)
+    alone = train_new(tmp_path, Clamping, "on_before_zero_grad", accumulate_grad_batches=2)
+    assert_equal(run_on_ranks(group, 2, train_new, tmp_path, Clamping, "on_before_zero_grad", strategy="ddp"), alone)
 
 
 class Leaving(Regression):
@@ -419,9 +419,9 @@ class Leaving(Regression):
 
 @pytest.mark.parametrize(("accumulate", "at"), [(1, 2), (1, 3), (2, 0), (2, 5)])
 def test_hook_on_one_rank_ends_epoch_on_all(group, tmp_path, accumulate, at):
-    steps, alone = steps_of(tmp_path, Leaving, at, max_epochs=3, accumulate_grad_batches=2 * accumulate)
+    steps, alone = train_and_read_steps(tmp_path, Leaving, at, max_epochs=3, accumulate_grad_batches=2 * accumulate)
     options = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "strategy": "ddp"}
-    for each, state in group(2).run(steps_of, tmp_path, Leaving, at, **options):
+    for each, state in group(2).run(train_and_read_steps, tmp_path, Leaving, at, **options):
         assert each == steps
         assert_equal(state, alone)
 
@@ -531,7 +531,7 @@ class Stopping(Regression):
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
 def test_stop_between_steps_equals_single_process(group, tmp_path, weigh, options, hook):
     alone = stop_together(tmp_path, weigh, None, hook)
-    assert_equal(on_ranks(group, 2, stop_together, tmp_path, weigh, options, hook), alone)
+    assert_equal(run_on_ranks(group, 2, stop_together, tmp_path, weigh, options, hook), alone)
 
 
 def stop_together(folder, weigh, options, hook):
@@ -547,7 +547,7 @@ def stop_together(folder, weigh, options, hook):
 
 def test_closure_sees_loss_of_all_ranks(group, tmp_path):
     alone = train_with_closure(tmp_path, "single", 2)
-    assert_equal(on_ranks(group, 2, train_with_closure, tmp_path, "ddp", 1), alone, 1e-10)
+    assert_equal(run_on_ranks(group, 2, train_with_closure, tmp_path, "ddp", 1), alone, 1e-10)
 
 
 def train_with_closure(folder, strategy, accumulate):
@@ -608,8 +608,8 @@ class Restarting(lumen.Callback):
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_gradient_summation_order_is_deterministic(group, tmp_path, options):
     """Three ranks and several buckets are enough: the order of summation shows in the last bits."""
-    undisturbed = on_ranks(group, 3, train_wide, tmp_path, None, options)
-    assert_equal(on_ranks(group, 3, train_wide, tmp_path, 3, options), undisturbed, 0.0)
+    undisturbed = run_on_ranks(group, 3, train_wide, tmp_path, None, options)
+    assert_equal(run_on_ranks(group, 3, train_wide, tmp_path, 3, options), undisturbed, 0.0)
 
 
 def train_wide(folder, restarts_at, options):
@@ -642,8 +642,8 @@ def teach(folder):
 
 
 def test_the_string_and_the_object_are_the_same(group, tmp_path):
-    by_name = on_ranks(group, 2, end_of, tmp_path, partial(Regression, dtype=torch.float64), strategy="ddp")
-    assert_equal(on_ranks(group, 2, train, tmp_path, {}), by_name, 0.0)
+    by_name = run_on_ranks(group, 2, train_new, tmp_path, partial(Regression, dtype=torch.float64), strategy="ddp")
+    assert_equal(run_on_ranks(group, 2, train, tmp_path, {}), by_name, 0.0)
 
 
 def test_one_process_can_use_ddp_too(tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 import lumen
 from tests.helpers.ema import Normed, fit
-from tests.helpers.sharded import lists
+from tests.helpers.sharded import list_tensors
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -15,7 +15,7 @@ def train(folder, strategy, max_steps=6, world=1):
     options = {"max_steps": max_steps, "callbacks": [ema], "strategy": strategy, "resume": "auto"}
     trainer = quiet_trainer(folder, global_batch_size=12, val_check_interval=3, log_every_n_steps=1, **options)
     trainer.fit(task, loader(50, 4, dtype=torch.float64), loader(20, shuffle=False, dtype=torch.float64))
-    return lists(ema.average), trainer.newest_values["val_loss"], lists(dict(task.named_parameters()))
+    return list_tensors(ema.average), trainer.newest_values["val_loss"], list_tensors(dict(task.named_parameters()))
 
 
 def close(ours, theirs):
@@ -44,7 +44,7 @@ def test_ema_resumes_under_any_strategy(group, tmp_path, before, after):
 def train_normed(folder):
     ema = lumen.EMA(decay=0.7)
     trainer, task = fit(folder, ema, task=Normed(), strategy="ddp", resume=None, max_steps=4)
-    return trainer.newest_values["val_loss"], lists(task.state_dict())
+    return trainer.newest_values["val_loss"], list_tensors(task.state_dict())
 
 
 def test_batch_norm_statistics_are_those_of_rank_0(group, tmp_path):

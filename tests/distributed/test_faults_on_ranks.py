@@ -14,7 +14,7 @@ import torch
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints, open_newest_valid
 from lumen.errors import CheckpointError
-from tests.helpers.checkpoints import same
+from tests.helpers.checkpoints import is_same_tensor
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 STEPS, FAULTY_STEP = 5, 3
@@ -46,7 +46,7 @@ class Fault(lumen.Callback):
 
 
 @contextmanager
-def small_files():
+def limit_file_size():
     """Limit files to 100,000 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda directory: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -54,14 +54,14 @@ def small_files():
 
 
 @contextmanager
-def no_permission():
+def remove_permission():
     """Remove the permission to write in the directory."""
     yield lambda directory: os.seteuid(NOBODY)
     os.seteuid(0)
 
 
 @contextmanager
-def removed(pattern):
+def remove_files(pattern):
     """Remove the files that match a pattern in the middle of a save."""
     real = os.fsync
 
@@ -82,14 +82,14 @@ def removed(pattern):
 
 
 FAULTS = {
-    "small files": (small_files, "File too large. The file exceeds a size limit: raise the limit"),
-    "no permission": (no_permission, "Permission denied. Give this user the right"),
-    "save removed": (lambda: removed("checkpoints/*.tmp-*"), "do not change the run's directory"),
-    "run removed": (lambda: removed(""), "do not change the run's directory"),
+    "small files": (limit_file_size, "File too large. The file exceeds a size limit: raise the limit"),
+    "no permission": (remove_permission, "Permission denied. Give this user the right"),
+    "save remove_files": (lambda: remove_files("checkpoints/*.tmp-*"), "do not change the run's directory"),
+    "run remove_files": (lambda: remove_files(""), "do not change the run's directory"),
 }
 
 
-def trainer_of(folder, strategy, asynchronous, *callbacks):
+def make_trainer(folder, strategy, asynchronous, *callbacks):
     saving = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1, asynchronous=asynchronous)
     return quiet_trainer(
         folder, strategy=strategy, max_steps=STEPS, resume="auto", callbacks=[*callbacks, saving],
@@ -97,13 +97,13 @@ def trainer_of(folder, strategy, asynchronous, *callbacks):
 
 
 def fit(folder, strategy, asynchronous):
-    trainer_of(folder, strategy, asynchronous).fit(Large(), loader())
+    make_trainer(folder, strategy, asynchronous).fit(Large(), loader())
 
 
 def fail(folder, strategy, asynchronous, name, rank):
     """Return the error of a run with a fault, and the step of its end."""
     with FAULTS[name][0]() as begin:
-        trainer = trainer_of(folder, strategy, asynchronous, Fault(rank, begin), lumen.OnExceptionCheckpoint())
+        trainer = make_trainer(folder, strategy, asynchronous, Fault(rank, begin), lumen.OnExceptionCheckpoint())
         with pytest.raises(CheckpointError) as caught:
             trainer.fit(Large(), loader())
     return str(caught.value), trainer.global_step
@@ -119,7 +119,7 @@ def folder():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(group, tmp_path_factory):
+def uninterrupted_states(group, tmp_path_factory):
     """Return the final state of a run without faults, by strategy."""
     made = {}
 
@@ -127,13 +127,13 @@ def undisturbed(group, tmp_path_factory):
         if strategy not in made:
             folder = tmp_path_factory.mktemp("undisturbed")
             group(2).run(fit, folder, strategy, False)
-            made[strategy] = end_of(folder)
+            made[strategy] = read_last_checkpoint(folder)
         return made[strategy]
 
     return get
 
 
-def end_of(folder):
+def read_last_checkpoint(folder):
     """Return all tensors of the last checkpoint, by section and name."""
     checkpoint = Checkpoint.open(find_checkpoints(folder / "runs/run/checkpoints")[-1])
     assert checkpoint.info["step"] == STEPS
@@ -144,7 +144,9 @@ def end_of(folder):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_storage_fault_ends_all_ranks_and_run_resumes(group, folder, undisturbed, name, strategy, rank, asynchronous):
+def test_storage_fault_ends_all_ranks_and_run_resumes(
+    group, folder, uninterrupted_states, name, strategy, rank, asynchronous
+):
     if name == "no permission" and os.geteuid() != 0:
         pytest.skip("not proven here: only root can lose its rights and get them back")
     (message, step), (other, _) = group(2).run(fail, folder, strategy, asynchronous, name, rank, limit_s=40)
@@ -157,7 +159,7 @@ def test_storage_fault_ends_all_ranks_and_run_resumes(group, folder, undisturbed
         assert open_newest_valid(checkpoints, pytest.fail).info["step"] == FAULTY_STEP - 1
         assert not list(checkpoints.glob("*.tmp-*")) or (name, rank) == ("no permission", 0)
     group(2).run(fit, folder, strategy, asynchronous)
-    assert same(end_of(folder), undisturbed(strategy))
+    assert is_same_tensor(read_last_checkpoint(folder), uninterrupted_states(strategy))
     assert not list(checkpoints.glob("*.tmp-*"))
 
 
@@ -174,7 +176,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "asynchronous"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_full_disk_raises_one_error_on_all_ranks(group, small_disk, undisturbed, strategy, asynchronous):
+def test_full_disk_raises_one_error_on_all_ranks(group, small_disk, uninterrupted_states, strategy, asynchronous):
     (message, _), (other, _) = group(2).run(fill_up, small_disk, strategy, asynchronous, limit_s=40)
     assert message == other
     assert "No space left on device. Free space on that disk" in message
@@ -184,7 +186,7 @@ def test_full_disk_raises_one_error_on_all_ranks(group, small_disk, undisturbed,
     (small_disk / "filling").unlink()
     shutil.rmtree(checkpoints / "step-00000001")
     group(2).run(fit, small_disk, strategy, asynchronous)
-    assert same(end_of(small_disk), undisturbed(strategy))
+    assert is_same_tensor(read_last_checkpoint(small_disk), uninterrupted_states(strategy))
 
 
 def fill(directory):
@@ -194,7 +196,7 @@ def fill(directory):
 
 
 def fill_up(folder, strategy, asynchronous):
-    trainer = trainer_of(folder, strategy, asynchronous, Fault(0, fill))
+    trainer = make_trainer(folder, strategy, asynchronous, Fault(0, fill))
     with pytest.raises(CheckpointError) as caught:
         trainer.fit(Large(), loader())
     return str(caught.value), trainer.global_step

@@ -7,7 +7,7 @@ import torch
 
 import lumen
 from tests.helpers.group import assert_equal
-from tests.helpers.optimizer_state import whole
+from tests.helpers.optimizer_state import read_unsharded_state
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 STEPS = 14
@@ -43,7 +43,7 @@ def fit(path, strategy, steps):
     )
     trainer.fit(task, datamodule=data)
     found = {"lr": task.hparams.lr, "batch_size": data.hparams.batch_size}
-    return found | {name: value.numpy() for name, value in whole(task).items()}
+    return found | {name: value.numpy() for name, value in read_unsharded_state(task).items()}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

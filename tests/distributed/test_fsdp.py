@@ -18,8 +18,8 @@ import lumen
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import Lookahead
 from lumen.strategies.fsdp_units import find_units
-from tests.helpers.group import assert_equal, on_ranks, refusal
-from tests.helpers.sharded import held_bytes, whole
+from tests.helpers.group import assert_equal, catch_message, run_on_ranks
+from tests.helpers.sharded import count_held_bytes, unshard
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
 
 WIDTH = 7  # not a multiple of a number of processes
@@ -72,18 +72,18 @@ class Deep(lumen.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def data(samples=50, batch_size=8, dtype=torch.float64, **options):
+def make_data(samples=50, batch_size=8, dtype=torch.float64, **options):
     return loader(samples, batch_size, dtype=dtype, **options)
 
 
-def state_of(task):
-    return {name: whole(value).double().numpy() for name, value in task.state_dict().items()}
+def read_state(task):
+    return {name: unshard(value).double().numpy() for name, value in task.state_dict().items()}
 
 
 def fit(folder, task, given=None, **options):
     """Train a task and return the final parameters."""
-    bare_trainer(folder, **{"max_epochs": 2} | options).fit(task, data() if given is None else given)
-    return state_of(task)
+    bare_trainer(folder, **{"max_epochs": 2} | options).fit(task, make_data() if given is None else given)
+    return read_state(task)
 
 
 def fit_new(folder, kind, *args, **options):
@@ -95,11 +95,11 @@ def check(group, folder, kind, *args, parts=None, **options):
     """Compare the training of two processes with that of one. Return the result of one process."""
     alone = fit_new(folder, kind, *args, accumulate_grad_batches=2, **options)
     strategy = lumen.FSDP(**parts or {})
-    assert_equal(on_ranks(group, 2, fit_new, folder, kind, *args, strategy=strategy, **options), alone)
+    assert_equal(run_on_ranks(group, 2, fit_new, folder, kind, *args, strategy=strategy, **options), alone)
     return alone
 
 
-def units_of(task):
+def list_units(task):
     return [name for name, module in task.named_modules() if isinstance(module, FSDPModule)]
 
 
@@ -117,7 +117,7 @@ class CallsAPart(Deep):
 
 
 def fit_and_validate(folder, options):
-    validated = bare_trainer(folder, **options).validate(CallsAPart(), data(), verbose=False)
+    validated = bare_trainer(folder, **options).validate(CallsAPart(), make_data(), verbose=False)
     return fit(folder, CallsAPart(), max_epochs=1, **options), validated
 
 
@@ -158,7 +158,7 @@ OPTIONS = [
 
 
 def test_every_option_trains_what_one_process_trains(group, tmp_path):
-    assert_equal(on_ranks(group, 2, train_all, tmp_path, OPTIONS, 2), train(tmp_path, None, dropout=0.2))
+    assert_equal(run_on_ranks(group, 2, train_all, tmp_path, OPTIONS, 2), train(tmp_path, None, dropout=0.2))
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -166,7 +166,7 @@ def test_so_do_one_and_four_processes(group, tmp_path, world):
     many = (
         [{}] if world == 1 else [{"sharding_strategy": "hybrid_shard", "shard_size": 2}, {"reshard_after_forward": 2}]
     )
-    assert_equal(on_ranks(group, world, train_all, tmp_path, many, world), train(tmp_path, None, dropout=0.2))
+    assert_equal(run_on_ranks(group, world, train_all, tmp_path, many, world), train(tmp_path, None, dropout=0.2))
 
 
 def train_all(folder, many, world):
@@ -215,7 +215,7 @@ def test_clipping_is_that_of_one_process(group, tmp_path, clip):
     clip = {"gradient_clip_val": 0.003} | clip
     alone = train(tmp_path, None, **clip)
     assert any(np.abs(value - train(tmp_path, None)[name]).max() > 1e-4 for name, value in alone.items())
-    assert_equal(on_ranks(group, 2, train, tmp_path, {}, 2, **clip), alone)
+    assert_equal(run_on_ranks(group, 2, train, tmp_path, {}, 2, **clip), alone)
 
 
 class Counting(Deep):
@@ -248,7 +248,7 @@ def count_forwards(folder, options):
 @pytest.mark.parametrize("options", [{}, CHECKPOINTED], ids=str)
 def test_compiled_blocks_train_the_same(group, tmp_path, options):
     alone = train(tmp_path, None, dropout=0.0)
-    assert_equal(on_ranks(group, 2, train_compiled, tmp_path, options), alone)
+    assert_equal(run_on_ranks(group, 2, train_compiled, tmp_path, options), alone)
 
 
 def train_compiled(folder, options):
@@ -316,13 +316,13 @@ def test_units_are_what_is_asked_for(task, options, expected):
 
 def test_weights_tied_across_blocks_train_as_unsharded(group, tmp_path):
     alone = fit(tmp_path, Tied(), accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, train_tied, tmp_path), alone)
+    assert_equal(run_on_ranks(group, 2, train_tied, tmp_path), alone)
 
 
 def train_tied(folder):
     task = Tied()
     state = fit(folder, task, strategy=lumen.FSDP())
-    assert units_of(task) == ["net.blocks.1"]
+    assert list_units(task) == ["net.blocks.1"]
     assert task.net.blocks[2].down.weight is task.net.blocks[0].down.weight
     return state
 
@@ -394,7 +394,7 @@ def refuse_all(folder):
 
 def test_all_ranks_use_the_model_of_rank_0(group, tmp_path):
     alone = fit(tmp_path, WithBuffers(), accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, train_differently_built, tmp_path), alone)
+    assert_equal(run_on_ranks(group, 2, train_differently_built, tmp_path), alone)
 
 
 class WithBuffers(Deep):
@@ -450,7 +450,7 @@ class Thawing(Deep):
 
 
 def test_frozen_and_trainable_parameters_mix_and_change(group, tmp_path):
-    alone, before = check(group, tmp_path, Thawing), state_of(Thawing())
+    alone, before = check(group, tmp_path, Thawing), read_state(Thawing())
     frozen = {name for name, value in alone.items() if np.array_equal(value, before[name])}
     assert frozen == {"net.blocks.0.up.weight", "net.blocks.0.up.bias"}
 
@@ -518,7 +518,7 @@ def train_choosy(folder, cases, per_rank, options):
 def test_a_rank_may_leave_out_its_micro_batches(group, tmp_path, options):
     cases = [(out, late) for out in ((1,), (2, 3), (0, 1, 2), (0, 1, 2, 3)) for late in (False, True)]
     alone = train_choosy(tmp_path, cases, 4, None)
-    assert_equal(on_ranks(group, 2, train_choosy, tmp_path, cases, 2, options), alone)
+    assert_equal(run_on_ranks(group, 2, train_choosy, tmp_path, cases, 2, options), alone)
 
 
 class Skipping(Deep):
@@ -530,7 +530,7 @@ class Skipping(Deep):
 
 @pytest.mark.parametrize("strategy", [lumen.FSDP, lumen.DDP])
 def test_epoch_ending_within_a_step_leaves_no_gradients(group, tmp_path, strategy):
-    assert_equal(on_ranks(group, 1, skip_alone, tmp_path, strategy), skip_alone(tmp_path, None))
+    assert_equal(run_on_ranks(group, 1, skip_alone, tmp_path, strategy), skip_alone(tmp_path, None))
 
 
 def skip_alone(folder, strategy):
@@ -546,7 +546,7 @@ def test_forward_without_backward_keeps_no_unsharded_parameters(group, tmp_path)
 
 @pytest.mark.parametrize("samples", [1, 9, 17, 33])
 def test_ranks_that_run_out_of_batches_take_part(group, tmp_path, samples):
-    check(group, tmp_path, Deep, given=data(samples))
+    check(group, tmp_path, Deep, given=make_data(samples))
 
 
 class Counted(Deep):
@@ -575,7 +575,7 @@ def test_assigned_buffers_are_restored_after_dummy_forward(group, tmp_path):
 
 def count_by_assignment(folder, samples):
     task = Counted()
-    bare_trainer(folder, strategy=lumen.FSDP(broadcast_buffers=False), max_epochs=1).fit(task, data(samples))
+    bare_trainer(folder, strategy=lumen.FSDP(broadcast_buffers=False), max_epochs=1).fit(task, make_data(samples))
     return int(task.forwards), task.later if task.later is None else int(task.later)
 
 
@@ -613,12 +613,12 @@ class Forked(Regression):
 
 def test_ranks_that_call_different_units_are_refused(group, tmp_path):
     strategy = lumen.FSDP(wrap="Linear", find_unused_parameters=True)
-    for said in group(2).run(refusal, TrainingError, fit_new, tmp_path, Forked, strategy=strategy):
+    for said in group(2).run(catch_message, TrainingError, fit_new, tmp_path, Forked, strategy=strategy):
         assert re.search(r"FSDP: the ranks call different units .* forks\.0, forks\.1", said)
 
 
 def test_parameters_without_gradients_are_named(group, tmp_path):
-    for said in group(2).run(refusal, TrainingError, fit_new, tmp_path, Branching, [0], strategy="fsdp"):
+    for said in group(2).run(catch_message, TrainingError, fit_new, tmp_path, Branching, [0], strategy="fsdp"):
         assert re.search(r"of rank \d: (branch.weight, branch.bias, )?never.weight, never.bias. Set", said)
 
 
@@ -650,10 +650,10 @@ class Looking(Deep):
         self.seen |= {(name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
 
 
-def look(folder, options, precision):
+def record_types(folder, options, precision):
     task = Looking()
     state = fit(
-        folder, task, data(dtype=torch.float32), strategy=lumen.FSDP(**options), precision=precision, max_steps=3
+        folder, task, make_data(dtype=torch.float32), strategy=lumen.FSDP(**options), precision=precision, max_steps=3
     )
     assert {parameter.dtype for parameter in task.parameters()} == {torch.float32}
     return state, dict(task.seen)
@@ -661,17 +661,19 @@ def look(folder, options, precision):
 
 def test_precision_means_autocast_as_everywhere(group, tmp_path):
     task = Looking()
-    alone = fit(tmp_path, task, data(dtype=torch.float32), accumulate_grad_batches=2, precision="bf16", max_steps=3)
-    state, seen = group(2).run(look, tmp_path, {}, "bf16")[0]
+    alone = fit(
+        tmp_path, task, make_data(dtype=torch.float32), accumulate_grad_batches=2, precision="bf16", max_steps=3
+    )
+    state, seen = group(2).run(record_types, tmp_path, {}, "bf16")[0]
     assert seen == dict(task.seen)
     assert (seen["weight"], seen["up"], seen["targets"]) == ("float32", "bfloat16", "float32")
     assert_equal(state, alone, 2e-3)
 
 
 def test_configured_dtypes_are_used_where_intended(group, tmp_path):
-    exact = group(2).run(look, tmp_path, {}, "fp32")[0][0]
+    exact = group(2).run(record_types, tmp_path, {}, "fp32")[0][0]
     options = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32", "buffer_dtype": "bf16"}
-    state, seen = group(2).run(look, tmp_path, options, "fp32")[0]
+    state, seen = group(2).run(record_types, tmp_path, options, "fp32")[0]
     assert seen == {
         "block": "bfloat16", "weight": "bfloat16", "up": "bfloat16", "buffer": "bfloat16",
         "targets": "float32", "outputs": "float32",
@@ -684,7 +686,7 @@ class Reducing(Looking):
     """Task that records whether bfloat16 can represent its gradients after the ranks have summed them."""
 
     def on_before_optimizer_step(self, optimizer):
-        gradients = [whole(parameter.grad) for parameter in self.net.blocks.parameters()]
+        gradients = [unshard(parameter.grad) for parameter in self.net.blocks.parameters()]
         self.fits_bf16 = all(torch.equal(each, each.bfloat16().float()) for each in gradients)
 
 
@@ -695,7 +697,7 @@ def test_reduce_dtype_rounds_the_sum_of_gradients(group, tmp_path, reduce_dtype,
 
 def reduce_in(folder, reduce_dtype):
     task, strategy = Reducing(), lumen.FSDP(param_dtype="bf16", reduce_dtype=reduce_dtype)
-    fit(folder, task, data(dtype=torch.float32), strategy=strategy, max_steps=1)
+    fit(folder, task, make_data(dtype=torch.float32), strategy=strategy, max_steps=1)
     return task.fits_bf16
 
 
@@ -711,12 +713,12 @@ class Overflowing(Deep):
 def test_the_gradient_scaler_skips_on_all_ranks(group, tmp_path, precision):
     task = Overflowing if precision == "fp16" else Deep
     alone = fit(tmp_path, task(), accumulate_grad_batches=2, precision=precision)
-    assert_equal(on_ranks(group, 2, fit_new, tmp_path, task, strategy="fsdp", precision=precision), alone, 1e-4)
+    assert_equal(run_on_ranks(group, 2, fit_new, tmp_path, task, strategy="fsdp", precision=precision), alone, 1e-4)
 
 
 def test_parameters_may_be_bfloat16_themselves(group, tmp_path):
     alone = fit(tmp_path, Deep(), accumulate_grad_batches=2, precision="bf16-true", max_steps=2)
-    assert_equal(on_ranks(group, 2, train_bfloat16, tmp_path), alone, 3e-2)
+    assert_equal(run_on_ranks(group, 2, train_bfloat16, tmp_path), alone, 3e-2)
 
 
 def train_bfloat16(folder):
@@ -752,20 +754,20 @@ class Evaluating(Deep):
 
 def run_stages(folder, options, samples):
     strategy = "single" if options is None else lumen.FSDP(**options)
-    task, evaluated = Evaluating(), data(samples, 2, shuffle=False)
+    task, evaluated = Evaluating(), make_data(samples, 2, shuffle=False)
     per_rank = 2 if options is None else 1
     trainer = bare_trainer(folder, max_epochs=2, strategy=strategy, accumulate_grad_batches=per_rank)
     if options is None:
         task.on_step_end = lambda: None
-    trainer.fit(task, data(), val_dataloaders=evaluated)
+    trainer.fit(task, make_data(), val_dataloaders=evaluated)
     values = {"fitted": trainer.newest_values["val_loss"], "gathered": all(task.gathered)}
     values["validated"] = trainer.validate(task, evaluated)[0]["val_loss"]
     other = bare_trainer(folder, strategy="single" if options is None else lumen.FSDP(**options))
     values["tested"] = other.test(task, evaluated)[0]["test_loss"]
     values["predicted"] = np.concatenate(other.predict(task, evaluated))
     trainer.plan.max_epochs = 3
-    trainer.fit(task, data())
-    return values | state_of(task)
+    trainer.fit(task, make_data())
+    return values | read_state(task)
 
 
 @pytest.mark.parametrize("samples", [1, 5, pytest.param(8, marks=pytest.mark.slow)])
@@ -791,7 +793,7 @@ def evaluate_with_little_memory(folder):
     task, strategy = Evaluating(), lumen.FSDP()
     free_pages = 0 if torch.distributed.get_rank() else 10**9
     with mock.patch("os.sysconf", lambda name: free_pages if "PAGES" in name else 4096):
-        bare_trainer(folder, strategy=strategy).validate(task, data(8, 2))
+        bare_trainer(folder, strategy=strategy).validate(task, make_data(8, 2))
     return any(task.gathered), strategy.has_collectives_in("evaluation")
 
 
@@ -831,8 +833,8 @@ class Breaking(Deep):
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"param_dtype": "fp32", "reduce_dtype": "fp32"}], ids=["", "other dtype"])
 def test_run_after_an_interrupted_one_is_exact(group, tmp_path, number, options):
-    undisturbed = on_ranks(group, 2, train_again, tmp_path, 0, options)
-    assert_equal(on_ranks(group, 2, train_again, tmp_path, number, options), undisturbed, 0.0)
+    undisturbed = run_on_ranks(group, 2, train_again, tmp_path, 0, options)
+    assert_equal(run_on_ranks(group, 2, train_again, tmp_path, number, options), undisturbed, 0.0)
 
 
 def train_again(folder, number, options):
@@ -885,7 +887,7 @@ class Large(lumen.TaskModule):
     def __init__(self):
         super().__init__()
         gc.collect()
-        self.before = held_bytes()
+        self.before = count_held_bytes()
         self.net = nn.Sequential(*(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS)))
 
     def training_step(self, batch):
@@ -900,7 +902,7 @@ class Large(lumen.TaskModule):
     def on_step_end(self):
         gc.collect()
         assert all(parameter.grad is not None for parameter in self.parameters())
-        self.held = held_bytes() - self.before
+        self.held = count_held_bytes() - self.before
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -932,14 +934,14 @@ def hold(folder, options):
 )
 def test_gpu_training_equals_unsharded_training(group, tmp_path, options, precision):
     given = {"accelerator": "cuda", "precision": precision}
-    alone = fit(tmp_path, Deep(dtype=torch.float32), data(dtype=torch.float32), **given)
+    alone = fit(tmp_path, Deep(dtype=torch.float32), make_data(dtype=torch.float32), **given)
     (ours,) = group(1).run(train_on_gpu, tmp_path, options, given)
     assert_equal(ours, alone, 1e-6 if not options.get("param_dtype") else 3e-2)
 
 
 def train_on_gpu(folder, options, given):
     task = Deep(dtype=torch.float32)
-    state = fit(folder, task, data(dtype=torch.float32), strategy=lumen.FSDP(**options), **given)
+    state = fit(folder, task, make_data(dtype=torch.float32), strategy=lumen.FSDP(**options), **given)
     where = "cpu" if options.get("cpu_offload") else "cuda"
     assert {parameter.to_local().device.type for parameter in task.parameters()} == {where}
     return state
@@ -974,13 +976,13 @@ def write_in(folder, where, strategy="fsdp", **options):
     bare_trainer(folder, max_epochs=2, num_sanity_val_steps=0, strategy=strategy, **options).fit(
         task, data[0], val_dataloaders=data[1]
     )
-    return whole(task.net[0].weight).tolist()
+    return unshard(task.net[0].weight).tolist()
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_validation_epoch_start", "on_validation_epoch_end"])
 def test_lost_parameter_write_raises(group, tmp_path, where):
     strategy = lumen.FSDP(wrap_min_parameters=10**6)  # one unit only: the parameters stay gathered for the whole step
-    for said in group(2).run(refusal, TrainingError, write_in, tmp_path, where, strategy):
+    for said in group(2).run(catch_message, TrainingError, write_in, tmp_path, where, strategy):
         assert "net.0.weight was written" in said
 
 
@@ -1062,7 +1064,7 @@ class Early(Deep):
 
 def test_optimizer_built_too_early_trains_sharded_parameters(group, tmp_path):
     expected = fit(tmp_path, Deep(), max_steps=4, accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, fit_new, tmp_path, Early, max_steps=4, strategy="fsdp"), expected)
+    assert_equal(run_on_ranks(group, 2, fit_new, tmp_path, Early, max_steps=4, strategy="fsdp"), expected)
 
 
 def test_references_to_sharded_parameters_raise_clearly(group, tmp_path):

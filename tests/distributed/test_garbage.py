@@ -1,6 +1,6 @@
 """Garbage collections during a run."""
 
-from tests.helpers.garbage import Untidy, watched
+from tests.helpers.garbage import Untidy, watch_collections
 from tests.helpers.tasks import bare_trainer, loader
 
 
@@ -16,7 +16,7 @@ class OnRank(Untidy):
 
 
 def collect_on_ranks(folder, options):
-    with watched() as (seen, noted):
+    with watch_collections() as (seen, noted):
         trainer = bare_trainer(folder, max_steps=9, strategy="ddp", val_check_interval=100, **options)
         trainer.fit(OnRank(noted), loader(20, 4))  # 5 batches: rank 1 has none for the third step
     return [found for found in seen if found[0] is not None]

@@ -11,7 +11,7 @@ from torch import nn
 import lumen
 from lumen.errors import ConfigError
 from tests.helpers.group import assert_equal
-from tests.helpers.sharded import held_bytes, whole
+from tests.helpers.sharded import count_held_bytes, unshard
 from tests.helpers.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
 
 
@@ -72,13 +72,13 @@ class Zoo(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-def initial(folder, task, strategy, **options):
+def read_initial_state(folder, task, strategy, **options):
     """Return the initial weights and buffers of a training."""
     found = {}
 
     class Look(lumen.Callback):
         def on_fit_start(self, trainer, task):
-            found.update({name: whole(value).double().numpy() for name, value in task.state_dict().items()})
+            found.update({name: unshard(value).double().numpy() for name, value in task.state_dict().items()})
             found["noise"] = task.noise.double().numpy() if hasattr(task, "noise") else np.zeros(1)
             assert not any(tensor.is_meta for tensor in (*task.parameters(), *task.buffers()))
 
@@ -88,19 +88,19 @@ def initial(folder, task, strategy, **options):
     return found
 
 
-def alone(name, module):
+def initialize_module(name, module):
     return name in ("rounded", "layers")
 
 
 WAYS = {
-    1: [("FSDP", {"wrap_if": alone})],
+    1: [("FSDP", {"wrap_if": initialize_module})],
     2: [
         "ddp",
         ("FSDP", {"wrap": ["TransformerEncoderLayer", "Linear"]}),
         ("FSDP", {"wrap": ["LSTM", "Linear"], "cpu_offload": True}),
     ],
     4: [
-        ("FSDP", {"sharding_strategy": "hybrid_shard", "shard_size": 2, "wrap_if": alone}),
+        ("FSDP", {"sharding_strategy": "hybrid_shard", "shard_size": 2, "wrap_if": initialize_module}),
         ("FSDP", {"wrap_min_parameters": 50}),
     ],
 }
@@ -108,14 +108,14 @@ WAYS = {
 
 @pytest.mark.parametrize("world", WAYS)
 def test_initial_weights_are_bit_equal_under_every_strategy(group, tmp_path, world):
-    alone = initial(tmp_path, Zoo(), "single")
-    assert len(alone) == len(names_of_zoo())
+    alone = read_initial_state(tmp_path, Zoo(), "single")
+    assert len(alone) == len(list_zoo_names())
     for results in group(world).run(begin_in_every_way, tmp_path, world):
         for ours in results:
             assert_equal(ours, alone, 0.0)
 
 
-def names_of_zoo():
+def list_zoo_names():
     task = Zoo()
     task.configure_model()
     return [*task.state_dict(), "noise"]
@@ -123,7 +123,7 @@ def names_of_zoo():
 
 def begin_in_every_way(folder, world):
     torch.manual_seed(torch.distributed.get_rank())
-    return [initial(folder, Zoo(), way) for way in WAYS[world]]
+    return [read_initial_state(folder, Zoo(), way) for way in WAYS[world]]
 
 
 def test_initial_values_depend_only_on_seed_and_names(tmp_path):
@@ -133,8 +133,8 @@ def test_initial_values_depend_only_on_seed_and_names(tmp_path):
             self.more = nn.Linear(3, 3)
             super().configure_model()
 
-    first, again, other = (initial(tmp_path, Zoo(), "single", seed=seed) for seed in (1, 1, 2))
-    longer = initial(tmp_path, Longer(), "single", seed=1)
+    first, again, other = (read_initial_state(tmp_path, Zoo(), "single", seed=seed) for seed in (1, 1, 2))
+    longer = read_initial_state(tmp_path, Longer(), "single", seed=1)
     assert_equal(first, again, 0.0)
     assert_equal(first | {"noise": longer["noise"]}, {name: longer[name] for name in first}, 0.0)
     drawn = [name for name, value in first.items() if name.endswith("weight") and "norm" not in name]
@@ -145,7 +145,7 @@ def test_initial_values_depend_only_on_seed_and_names(tmp_path):
 
 
 def test_they_are_those_of_the_modules_own_initialisers(tmp_path):
-    weights = initial(tmp_path, Zoo(), "single")
+    weights = read_initial_state(tmp_path, Zoo(), "single")
     bound = 1 / np.sqrt(7)
     assert 0.7 * bound < np.abs(weights["frozen.weight"]).max() <= bound
     assert 0.2 * bound < np.abs(weights["head.first.weight"]).max() <= 0.5 * bound
@@ -192,11 +192,11 @@ class Own(Zoo):
 
 
 def test_init_weights_initializes_modules_by_class_and_name(group, tmp_path):
-    alone = initial(tmp_path, Own(), "single")
+    alone = read_initial_state(tmp_path, Own(), "single")
     assert 0.01 < alone["net.0.weight"].std() < 0.03
     assert 0.2 < alone["net.2.weight"].std() < 0.9
     assert (alone["net.1.scale"] == 1).all()
-    for ours in group(2).run(initial, tmp_path, Own(), ("FSDP", {"wrap": "Linear"})):
+    for ours in group(2).run(read_initial_state, tmp_path, Own(), ("FSDP", {"wrap": "Linear"})):
         assert_equal(ours, alone, 0.0)
 
 
@@ -329,7 +329,7 @@ class Meddling(Wrong):
 )
 def test_lost_initial_values_raise_one_clear_error(tmp_path, task, way, message):
     with pytest.raises(ConfigError, match=message):
-        initial(tmp_path, task(way), "single")
+        read_initial_state(tmp_path, task(way), "single")
 
 
 # ---------------------------------------------------------------------- copies
@@ -411,7 +411,7 @@ def assert_copied(found, own_bias):
 
 @pytest.mark.parametrize("kind", [Copying, CopyingWithOwn])
 def test_copies_begin_with_the_values_of_their_source(group, tmp_path, kind):
-    alone = initial(tmp_path, kind(), "single")
+    alone = read_initial_state(tmp_path, kind(), "single")
     assert_copied(alone, kind.own_bias)
     for results in group(2).run(begin_as_copies, tmp_path, kind):
         for ours in results:
@@ -421,7 +421,7 @@ def test_copies_begin_with_the_values_of_their_source(group, tmp_path, kind):
 def begin_as_copies(folder, kind):
     torch.manual_seed(torch.distributed.get_rank())
     ways = ["ddp", ("FSDP", {"wrap_if": is_copy})]
-    return [initial(folder, kind(), way) for way in ways]
+    return [read_initial_state(folder, kind(), way) for way in ways]
 
 
 def is_copy(name, module):
@@ -470,7 +470,7 @@ class Referring(Own):
         return torch.optim.SGD([{"params": self.kept["weights"], "lr": 0.05}, {"params": others, "lr": 0.1}])
 
 
-def trained(folder, strategy, task=None, accumulate=1, **options):
+def train_network(folder, strategy, task=None, accumulate=1, **options):
     task = Referring() if task is None else task
     strategy = getattr(lumen, strategy[0])(**strategy[1]) if isinstance(strategy, tuple) else strategy
     trainer = bare_trainer(
@@ -478,7 +478,7 @@ def trained(folder, strategy, task=None, accumulate=1, **options):
     )
     trainer.fit(task, loader(24, 8, dtype=torch.float64))
     assert {tuple(shape) for shape in task.seen} == {(1, 7)}
-    return {name: whole(value).numpy() for name, value in task.state_dict().items()}
+    return {name: unshard(value).numpy() for name, value in task.state_dict().items()}
 
 
 class Named(Referring):
@@ -506,9 +506,9 @@ class Named(Referring):
 
 
 def test_references_and_hooks_from_configure_model_stay_valid(group, tmp_path):
-    expected = trained(tmp_path, "single", Named())
-    assert_equal(trained(tmp_path, "single"), expected, 1e-12)
-    expected = trained(tmp_path, "single", Named(), accumulate=2)
+    expected = train_network(tmp_path, "single", Named())
+    assert_equal(train_network(tmp_path, "single"), expected, 1e-12)
+    expected = train_network(tmp_path, "single", Named(), accumulate=2)
     for results in group(2).run(train_in_every_way, tmp_path):
         for ours in results:
             assert_equal(ours, expected, 1e-12)
@@ -529,15 +529,15 @@ def test_duplicate_parameter_in_optimizer_raises_one_error(group, tmp_path):
 
 def refuse_twice(folder):
     with pytest.raises(ConfigError, match="the optimizer has 2 parameters twice"):
-        trained(folder, "fsdp", Twice())
+        train_network(folder, "fsdp", Twice())
 
 
 def train_in_every_way(folder):
     for task, message in ((Referring(), "uses net.0.weight, by a reference"), (Named(), "uses parameters of a module")):
         with pytest.raises(ConfigError, match=message):
-            trained(folder, "fsdp", task)
+            train_network(folder, "fsdp", task)
     ways = ({"wrap_if": is_last}, {"wrap_if": is_last, "cpu_offload": True}, {"wrap_min_parameters": 1000})
-    return [trained(folder, strategy) for strategy in ("ddp", *(("FSDP", options) for options in ways))]
+    return [train_network(folder, strategy) for strategy in ("ddp", *(("FSDP", options) for options in ways))]
 
 
 def is_last(name, module):
@@ -558,18 +558,18 @@ def test_layers_are_built_once_per_task(tmp_path):
     assert all(torch.equal(value, trained[name]) for name, value in task.state_dict().items())
 
 
-def saved(folder, strategy, resume=None, max_steps=4):
+def train_and_save(folder, strategy, resume=None, max_steps=4):
     task = Zoo()
     trainer = quiet_trainer(
         folder, max_steps=max_steps, strategy=strategy, accumulate_grad_batches=1 if strategy != "single" else 2,
         callbacks=[Saving(2, folder / "at-2")], logger=False, resume=resume,
     )  # fmt: skip
     trainer.fit(task, loader())
-    return {name: whole(value).double().numpy() for name, value in task.state_dict().items()}
+    return {name: unshard(value).double().numpy() for name, value in task.state_dict().items()}
 
 
 def test_a_checkpoint_fills_layers_that_are_built_late(tmp_path):
-    trained = saved(tmp_path, "single", max_steps=2)
+    trained = train_and_save(tmp_path, "single", max_steps=2)
     task = Zoo.load_from_checkpoint(tmp_path / "at-2")
     assert_equal({name: value.detach().double().numpy() for name, value in task.state_dict().items()}, trained, 0.0)
     bare_trainer(tmp_path).test(task, loader())
@@ -577,13 +577,13 @@ def test_a_checkpoint_fills_layers_that_are_built_late(tmp_path):
 
 
 def wrapped():
-    return lumen.FSDP(wrap_if=alone)
+    return lumen.FSDP(wrap_if=initialize_module)
 
 
 def save_and_go_on(folder):
-    undisturbed = saved(folder / "one", wrapped())
-    saved(folder / "two", wrapped(), max_steps=2)
-    return undisturbed, saved(folder / "three", wrapped(), resume=str(folder / "two" / "at-2"))
+    undisturbed = train_and_save(folder / "one", wrapped())
+    train_and_save(folder / "two", wrapped(), max_steps=2)
+    return undisturbed, train_and_save(folder / "three", wrapped(), resume=str(folder / "two" / "at-2"))
 
 
 def test_sharded_run_resumes_exactly(group, tmp_path):
@@ -601,8 +601,8 @@ def test_values_are_drawn_in_layer_dtype_then_cast(tmp_path, precision, dtype):
                 assert module.weight.dtype == torch.float32
             super().init_weights(module, name)
 
-    exact, task = initial(tmp_path, Plain(), "single"), Plain()
-    cast = initial(tmp_path, task, "single", precision=precision)
+    exact, task = read_initial_state(tmp_path, Plain(), "single"), Plain()
+    cast = read_initial_state(tmp_path, task, "single", precision=precision)
     assert {parameter.dtype for parameter in task.parameters()} == {dtype}
     for name, value in exact.items():
         assert np.array_equal(torch.from_numpy(value).to(dtype).double().numpy(), cast[name]), name
@@ -619,14 +619,14 @@ class Large(lumen.TaskModule):
     def __init__(self):
         super().__init__()
         gc.collect()
-        self.before, self.peak = held_bytes(), 0
+        self.before, self.peak = count_held_bytes(), 0
 
     def configure_model(self):
         self.net = nn.Sequential(*(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS)))
 
     def init_weights(self, module, name):
         super().init_weights(module, name)
-        self.peak = max(self.peak, held_bytes() - self.before)
+        self.peak = max(self.peak, count_held_bytes() - self.before)
 
     def training_step(self, batch):
         return self.net(batch[0].repeat(1, 11)[:, : self.WIDTH]).square().mean()

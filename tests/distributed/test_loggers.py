@@ -8,9 +8,9 @@ import pytest
 import lumen
 from lumen.errors import ConfigError
 from lumen.run.records import RunRecords
-from tests.helpers.group import refusal
+from tests.helpers.group import catch_message
 from tests.helpers.loggers import fit
-from tests.helpers.services import of_csv, of_wandb
+from tests.helpers.services import of_csv, read_wandb
 
 
 class BreakingOff(lumen.Callback):
@@ -65,7 +65,7 @@ def test_only_rank_0_records_and_all_know_where(group, tmp_path):
     assert answers[1][0] is None
     assert answers[0][1:] == answers[1][1:] == (str(tmp_path / "runs/run"), str(tmp_path / "runs"), "run")
     directory = tmp_path / "runs/run"
-    assert of_wandb(directory) == of_csv(directory)
+    assert read_wandb(directory) == of_csv(directory)
     assert len([*directory.glob("wandb/offline-run-*")]) == 1
 
 
@@ -91,7 +91,7 @@ class Refusing(lumen.Logger):
 
 def test_failing_logger_raises_on_all_ranks(group, tmp_path):
     assert (
-        group(2).run(refusal, ConfigError, fit, tmp_path, strategy="ddp", max_steps=4, logger=Refusing())
+        group(2).run(catch_message, ConfigError, fit, tmp_path, strategy="ddp", max_steps=4, logger=Refusing())
         == ["there is no place for it"] * 2
     )
     assert not (tmp_path / "runs/run").exists()

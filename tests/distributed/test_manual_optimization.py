@@ -8,13 +8,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import lumen
 from lumen.errors import TrainingError
-from tests.helpers.manual_optimization import Gan, SharpByHand, critic_loss, pair_loader, pairs
-from tests.helpers.sharded import whole
+from tests.helpers.manual_optimization import Gan, SharpByHand, critic_loss, make_pair_loader, make_pairs
+from tests.helpers.sharded import unshard
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 
 
-def values(task):
-    return torch.cat([whole(each).flatten() for each in task.parameters()]).tolist()
+def read_values(task):
+    return torch.cat([unshard(each).flatten() for each in task.parameters()]).tolist()
 
 
 def train(folder, strategy, task=None, data=None, **options):
@@ -22,9 +22,9 @@ def train(folder, strategy, task=None, data=None, **options):
     task = Gan(every=2) if task is None else task
     options = {"max_epochs": 3, "strategy": strategy, "global_batch_size": 16} | options
     trainer = bare_trainer(folder, **options)
-    trainer.fit(task, pair_loader(shuffle=True) if data is None else data)
+    trainer.fit(task, make_pair_loader(shuffle=True) if data is None else data)
     means = dict(trainer.newest_values)
-    return values(task), task.indices, trainer.global_step, means
+    return read_values(task), task.indices, trainer.global_step, means
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_batch_parts_are_weighted_by_task_weights(group, tmp_path):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return zip(*(each.split(4) for each in pairs(44)), strict=True)
+        return zip(*(each.split(4) for each in make_pairs(44)), strict=True)
 
 
 def read_batches(folder, kind):
@@ -117,33 +117,33 @@ def read_batches(folder, kind):
         data = DataLoader(Stream(), batch_size=None)
     else:
         batches = BatchSampler(SequentialSampler(range(44)), 4, drop_last=False)
-        data = DataLoader(TensorDataset(*pairs(44)), batch_sampler=batches)
+        data = DataLoader(TensorDataset(*make_pairs(44)), batch_sampler=batches)
     return train(folder, "ddp", Gan(), data, max_epochs=1, global_batch_size=None)
 
 
 @pytest.mark.parametrize("kind", ["stream", "sampler"])
 def test_unsplittable_batches_alternate_between_ranks(group, tmp_path, kind):
-    alone = train(tmp_path / "alone", "auto", Gan(), pair_loader(44, 8), max_epochs=1, global_batch_size=None)
+    alone = train(tmp_path / "alone", "auto", Gan(), make_pair_loader(44, 8), max_epochs=1, global_batch_size=None)
     for each in group(2).run(read_batches, tmp_path, kind):
         torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
         assert each[1] == [0, 1, 2, 3, 4, 5]
 
 
-def go_on(folder, strategy, max_steps):
+def resume_training(folder, strategy, max_steps):
     task = Gan(every=2)
     options = {"global_batch_size": 16, "max_steps": max_steps, "resume": "auto", "log_every_n_steps": 1}
     trainer = quiet_trainer(folder, strategy=strategy, **options)
-    trainer.fit(task, pair_loader(shuffle=True), pair_loader())
-    return values(task), (trainer.default_root_dir / "run" / "metrics.csv").read_text()
+    trainer.fit(task, make_pair_loader(shuffle=True), make_pair_loader())
+    return read_values(task), (trainer.default_root_dir / "run" / "metrics.csv").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_resumed_run_is_exact_under_any_strategy(group, tmp_path, strategy):
-    whole = group(2).run(go_on, tmp_path / "whole", strategy, 11)
-    group(2).run(go_on, tmp_path / "parts", strategy, 5)
-    assert group(2).run(go_on, tmp_path / "parts", strategy, 11) == whole
-    group(2).run(go_on, tmp_path / "moved", strategy, 5)
-    alone = go_on(tmp_path / "moved", "auto", 11)
+    whole = group(2).run(resume_training, tmp_path / "whole", strategy, 11)
+    group(2).run(resume_training, tmp_path / "parts", strategy, 5)
+    assert group(2).run(resume_training, tmp_path / "parts", strategy, 11) == whole
+    group(2).run(resume_training, tmp_path / "moved", strategy, 5)
+    alone = resume_training(tmp_path / "moved", "auto", 11)
     torch.testing.assert_close(alone[0], whole[0][0], rtol=0, atol=1e-13)
 
 
@@ -160,7 +160,7 @@ class Half(Gan):
 def overflow(folder, strategy):
     precision = lumen.precision.Float16(init_scale=1024.0)
     options = {"precision": precision, "max_steps": 6, "max_epochs": -1}
-    trained = train(folder, strategy, Half(torch.float32), pair_loader(dtype=torch.float32), **options)
+    trained = train(folder, strategy, Half(torch.float32), make_pair_loader(dtype=torch.float32), **options)
     return *trained, precision.state_dict()["scale"]
 
 
@@ -175,8 +175,8 @@ def test_overflow_on_one_rank_skips_update_on_all(group, tmp_path, strategy):
 def train_critic(folder, strategy):
     """Train the critic alone; its plain SGD shows the size of its gradients."""
     task = Gan(torch.float32, every=100)
-    before = values(task)
-    after = train(folder, strategy, task, pair_loader(dtype=torch.float32), precision="16-mixed", max_epochs=1)[0]
+    before = read_values(task)
+    after = train(folder, strategy, task, make_pair_loader(dtype=torch.float32), precision="16-mixed", max_epochs=1)[0]
     return [one - other for one, other in zip(after, before, strict=True)]
 
 
@@ -202,7 +202,7 @@ class Counting(Gan):
 
 def train_counting(folder, strategy):
     task = Counting()
-    return *train(folder, strategy, task, pair_loader(33), max_epochs=1), float(task.seen)
+    return *train(folder, strategy, task, make_pair_loader(33), max_epochs=1), float(task.seen)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -300,7 +300,7 @@ def train_sharp(folder, strategy):
     task = SharpByHand(torch.float64)
     trainer = bare_trainer(folder, max_steps=6, strategy=strategy, global_batch_size=8)
     trainer.fit(task, loader(48, dtype=torch.float64))
-    return values(task)
+    return read_values(task)
 
 
 def test_an_optimizer_with_two_steps_trains_the_same(group, tmp_path):

@@ -14,7 +14,7 @@ from torchmetrics import SumMetric
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.sharded import whole
+from tests.helpers.sharded import unshard
 from tests.helpers.tasks import FEATURES, quiet_trainer, regression_data
 
 SAMPLES = 22  # the last step of an epoch has fewer samples than the other steps
@@ -127,10 +127,10 @@ def train(folder, shape, weighs, max_steps):
     trainer.fit(task, data(shuffle=True), data(shuffle=False))
     values = {key: float(value) for key, value in trainer.callback_metrics.items()}
     predictions = trainer.predict(task, data(shuffle=False))
-    return torch.cat([whole(each).flatten() for each in task.parameters()]), values, torch.cat(predictions)
+    return torch.cat([unshard(each).flatten() for each in task.parameters()]), values, torch.cat(predictions)
 
 
-def written(folder):
+def read_files(folder):
     lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda line: line["index"])
 
@@ -147,7 +147,7 @@ def test_a_mesh_trains_as_one_process(group, tmp_path, shape, weighs):
         assert their_values.keys() == values.keys()
         assert their_values == pytest.approx(values, rel=1e-11)
         assert their_values["val_samples"] == their_values["count"] == SAMPLES
-    assert [line["index"] for line in written(tmp_path / "mesh/predictions-7")] == [*range(SAMPLES)]
+    assert [line["index"] for line in read_files(tmp_path / "mesh/predictions-7")] == [*range(SAMPLES)]
     # the resumed run reads the checkpoint of the other one, within an epoch
     ended = train(tmp_path / "mesh", None, weighs, 10)
     ranks = group(shape[0] * shape[1]).run(train, tmp_path / "one", shape, weighs, 10, limit_s=180)
@@ -162,10 +162,10 @@ class Uneven(Mesh):
     data_rank, data_world_size = 0, 2
 
 
-def refused(folder):
+def catch_error(folder):
     with pytest.raises(ConfigError, match=r"data ranks of the 2 processes are \[0, 0\]"):
         quiet_trainer(folder, max_steps=1, strategy=Uneven(1, 2)).fit(Weighted(False), data(shuffle=True))
 
 
 def test_uneven_data_ranks_are_refused(group, tmp_path):
-    group(2).run(refused, tmp_path)
+    group(2).run(catch_error, tmp_path)

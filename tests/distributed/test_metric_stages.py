@@ -8,15 +8,15 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision,
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.logged_values import Memory, numbers, predictions
+from tests.helpers.logged_values import MemoryLogger, make_numbers, make_predictions
 from tests.helpers.tasks import Saving, bare_trainer, quiet_trainer
 
 TRAINING, VALIDATION = 8, 5
 
 
-def held_out(count=VALIDATION):
+def make_held_out(count=VALIDATION):
     """Return batches of the numbers 100, 101, ..."""
-    loader = numbers(count)
+    loader = make_numbers(count)
     loader.dataset.tensors[0].add_(100)
     return loader
 
@@ -51,17 +51,17 @@ class Shared(lumen.TaskModule):
 
 
 def fit(folder, task, **options):
-    memory = Memory()
+    memory = MemoryLogger()
     options = {"max_epochs": 2, "val_check_interval": 0.5, "enable_checkpointing": False} | options
     trainer = quiet_trainer(folder, logger=memory, **options)
-    trainer.fit(task, numbers(TRAINING), val_dataloaders=held_out())
+    trainer.fit(task, make_numbers(TRAINING), val_dataloaders=make_held_out())
     return [(step, row) for step, row in memory.rows if row]
 
 
-def expected(make, feed, prefixes=("train", "val")):
+def compute_expected(make, feed, prefixes=("train", "val")):
     """Return the values that separate objects give over all samples of a stage."""
     values = {}
-    for stage, data in zip(prefixes, (numbers(TRAINING), held_out()), strict=True):
+    for stage, data in zip(prefixes, (make_numbers(TRAINING), make_held_out()), strict=True):
         metric = make()
         for (batch,) in data:
             feed(metric, batch)
@@ -80,7 +80,7 @@ def forward(metric, batch):
 
 
 def classify(metric, batch):
-    metric.update(*predictions(batch))
+    metric.update(*make_predictions(batch))
 
 
 class Total(CatMetric):
@@ -88,7 +88,7 @@ class Total(CatMetric):
         return super().compute().sum()
 
 
-def collection():
+def make_collection():
     """Make a collection: three metrics share their states, and the fourth has its own."""
     return MetricCollection(
         {
@@ -104,15 +104,15 @@ KINDS = {
     "mean": (MeanMetric, update),
     "forward": (MeanMetric, forward),
     "list": (Total, update),
-    "collection": (collection, classify),
-    "collection, forward": (collection, lambda metric, batch: metric(*predictions(batch))),
+    "collection": (make_collection, classify),
+    "collection, forward": (make_collection, lambda metric, batch: metric(*make_predictions(batch))),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_stage_computes_over_its_own_samples(tmp_path, kind):
     make, feed = KINDS[kind]
-    values = expected(make, feed)
+    values = compute_expected(make, feed)
     rows = fit(tmp_path, Shared(make(), feed))
     assert rows == [
         (step, values[stage])
@@ -124,12 +124,12 @@ def test_each_stage_computes_over_its_own_samples(tmp_path, kind):
 @pytest.mark.parametrize("logged", ["train", "val"])
 def test_metric_is_separate_in_stages_that_never_log(tmp_path, logged):
     """The other test logs the result of `forward`: `self.log("acc", self.accuracy(scores, classes))`."""
-    values = expected(MeanMetric, update)
+    values = compute_expected(MeanMetric, update)
     task = Shared(MeanMetric(), forward, log_in=(logged, "test"))
     rows = fit(tmp_path, task)
     if logged == "val":
         assert [row for _, row in rows] == [values["val"]] * 4
-        found = bare_trainer(tmp_path).test(task, held_out(3))
+        found = bare_trainer(tmp_path).test(task, make_held_out(3))
         assert found == [{"test_metric": 101.0}]  # without the training before, which is never reset
     else:
         assert [row for _, row in rows] == [values["train"]] * 2
@@ -175,7 +175,7 @@ def test_metric_without_reset_accumulates_across_evaluations(tmp_path):
     fit(tmp_path, task)
     assert task.found[1:] == [5, 10, 15, 20]  # without the counts of the sanity check, which is the first one
     trainer = bare_trainer(tmp_path)
-    trainer.validate(task, held_out())
+    trainer.validate(task, make_held_out())
     assert task.found[-1] == 25
 
 
@@ -225,13 +225,13 @@ def test_a_resumed_run_keeps_them_apart(tmp_path, step):
 
 
 def fit_on_ranks(folder, training, validation):
-    memory = Memory()
+    memory = MemoryLogger()
     task = Shared(Total())
     trainer = quiet_trainer(
         folder, logger=memory, strategy="ddp", max_epochs=2, val_check_interval=1, enable_checkpointing=False,
         num_sanity_val_steps=0,
     )  # fmt: skip
-    trainer.fit(task, numbers(training), val_dataloaders=held_out(validation))
+    trainer.fit(task, make_numbers(training), val_dataloaders=make_held_out(validation))
     return [row for _, row in memory.rows if row], dict(trainer.newest_values)
 
 

@@ -16,7 +16,7 @@ from torchmetrics.retrieval import RetrievalMRR
 
 import lumen
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
-from tests.helpers.logged_values import CLASSES, Memory, numbers, predictions
+from tests.helpers.logged_values import CLASSES, MemoryLogger, make_numbers, make_predictions
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
@@ -48,7 +48,7 @@ class Logs(lumen.TaskModule):
 
 
 def evaluate(folder, task, count, batch_size=1, strategy="ddp"):
-    return bare_trainer(folder, strategy=strategy).validate(task, numbers(count, batch_size))[0]
+    return bare_trainer(folder, strategy=strategy).validate(task, make_numbers(count, batch_size))[0]
 
 
 def rank():
@@ -99,7 +99,7 @@ def log_with_other_options(folder, **by_rank):
 def log_with_other_options_in_a_step(folder):
     task = Logs(in_training=lambda task, batch: task.log("x", batch.mean(), prog_bar=rank() == 0))
     with pytest.raises(ConfigError, match=r"prog_bar=True.* on one rank and with .*prog_bar=False.* on another"):
-        bare_trainer(folder, strategy="ddp", max_steps=1, log_every_n_steps=1).fit(task, numbers(4))
+        bare_trainer(folder, strategy="ddp", max_steps=1, log_every_n_steps=1).fit(task, make_numbers(4))
 
 
 def log_a_metric_here_and_a_number_there(folder):
@@ -128,7 +128,7 @@ def test_different_log_options_raise_equally_on_all_ranks(group, tmp_path):
 
 
 def log_steps(folder, strategy, accumulate):
-    memory = Memory()
+    memory = MemoryLogger()
 
     def step(task, batch):
         task.log("x", batch.mean(), on_step=True, on_epoch=True)
@@ -139,7 +139,7 @@ def log_steps(folder, strategy, accumulate):
         folder, logger=memory, enable_checkpointing=False, strategy=strategy, max_epochs=1, log_every_n_steps=2,
         accumulate_grad_batches=accumulate,
     )  # fmt: skip
-    trainer.fit(Logs(in_training=step), numbers(23, batch_size=2))
+    trainer.fit(Logs(in_training=step), make_numbers(23, batch_size=2))
     return memory.rows, {name: value for name, value in trainer.newest_values.items() if name == "x_epoch"}
 
 
@@ -153,13 +153,13 @@ def test_step_values_average_micro_batches_of_all_ranks(group, tmp_path):
 
 
 def log_rows_of_an_evaluation(folder):
-    memory = Memory()
+    memory = MemoryLogger()
     trainer = quiet_trainer(
         folder, logger=memory, enable_checkpointing=False, strategy="ddp", max_steps=1, num_sanity_val_steps=0,
         limit_train_batches=2,
     )  # fmt: skip
     task = Logs(in_validation=lambda task, batch: task.log("x", batch.mean(), on_step=True, on_epoch=False))
-    trainer.fit(task, numbers(4), val_dataloaders=numbers(5))
+    trainer.fit(task, make_numbers(4), val_dataloaders=make_numbers(5))
     return memory.rows
 
 
@@ -179,7 +179,7 @@ def read_in_the_middle(folder):
 
     task = Logs(in_training=lambda task, batch: task.log("x", batch.mean(), on_epoch=True, on_step=False))
     trainer = bare_trainer(folder, strategy="ddp", max_epochs=1, callbacks=[Reader()])
-    trainer.fit(task, numbers(4))
+    trainer.fit(task, make_numbers(4))
     return [*reads, trainer.newest_values["x"]]
 
 
@@ -190,7 +190,7 @@ def test_reading_values_early_keeps_epoch_result(group, tmp_path):
 # ---------------------------------------------------------------------- outside of steps
 
 
-def told(function):
+def collect_warnings(function):
     """Return the result of a function and the warnings that Lumen logs meanwhile."""
     messages = []
     handler = logging.Handler(logging.WARNING)
@@ -223,7 +223,7 @@ def log_at_the_end(folder, at_end, count, callback=None):
         folder, strategy="ddp", log_level="WARNING", callbacks=[callback] if callback else [], max_steps=2,
         val_check_interval=1,
     )  # fmt: skip
-    _, messages = told(lambda: trainer.fit(task, numbers(4), val_dataloaders=numbers(count)))
+    _, messages = collect_warnings(lambda: trainer.fit(task, make_numbers(4), val_dataloaders=make_numbers(count)))
     return dict(trainer.newest_values), messages
 
 
@@ -274,8 +274,8 @@ def log_of_own_samples_in_other_stages(folder):
 
     task = Trained(None)
     options = {"strategy": "ddp", "log_level": "WARNING", "callbacks": [Callback()]}
-    _, messages = told(lambda: bare_trainer(folder, max_epochs=2, **options).fit(task, numbers(10)))
-    return messages + told(lambda: bare_trainer(folder, **options).test(task, numbers(5)))[1]
+    _, messages = collect_warnings(lambda: bare_trainer(folder, max_epochs=2, **options).fit(task, make_numbers(10)))
+    return messages + collect_warnings(lambda: bare_trainer(folder, **options).test(task, make_numbers(5)))[1]
 
 
 def test_rank_value_logged_as_global_warns_in_stages(group, tmp_path):
@@ -359,7 +359,7 @@ def log_what_is_the_same_everywhere(folder):
         in_validation=step, at_end=at_end, mean=MeanMetric(), one=MaxMetric(),
     )  # fmt: skip
     trainer = bare_trainer(folder, strategy="ddp", log_level="WARNING", max_epochs=3, callbacks=[Training()])
-    return told(lambda: trainer.fit(task, numbers(8), val_dataloaders=numbers(8)))
+    return collect_warnings(lambda: trainer.fit(task, make_numbers(8), val_dataloaders=make_numbers(8)))
 
 
 def test_values_equal_on_all_ranks_warn_nothing(group, tmp_path):
@@ -369,7 +369,9 @@ def test_values_equal_on_all_ranks_warn_nothing(group, tmp_path):
 
 def test_on_one_process_nothing_is_doubted(tmp_path):
     task = Keeps(lambda task: task.log("x", len(task.kept)))
-    values, messages = told(lambda: bare_trainer(tmp_path, log_level="WARNING").validate(task, numbers(10)))
+    values, messages = collect_warnings(
+        lambda: bare_trainer(tmp_path, log_level="WARNING").validate(task, make_numbers(10))
+    )
     assert values == [{"x": 10.0}]
     assert [message for message in messages if "logs 'x'" in message] == []
 
@@ -379,7 +381,7 @@ def test_step_name_is_refused_in_epoch_hooks(tmp_path):
     task = Keeps(lambda task: task.log("x", task.all.mean()))
     task.in_validation = lambda task, batch: task.kept.append(batch) or task.log("x", batch.mean())
     with pytest.raises(ConfigError, match=r"self.log\('x'\) was called with .*hook='on_validation_epoch_end'.* after"):
-        bare_trainer(tmp_path).validate(task, numbers(10, 3))
+        bare_trainer(tmp_path).validate(task, make_numbers(10, 3))
 
 
 # ---------------------------------------------------------------------- decisions
@@ -460,7 +462,7 @@ class Weighted(Metric):
         return self.mean + self.low + kept.sum() + self.own
 
 
-def every_metric():
+def make_every_metric():
     return {
         "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
         "auroc": MulticlassAUROC(CLASSES),
@@ -473,7 +475,7 @@ def every_metric():
 
 
 def update(task, batch):
-    scores, classes = predictions(batch)
+    scores, classes = make_predictions(batch)
     metrics = task.metrics
     for name in ("accuracy", "auroc"):
         metrics[name].update(scores, classes)
@@ -503,9 +505,11 @@ def compute_at_the_end(task):
 
 def evaluate_metrics(folder, count, how, strategy):
     steps = {"logged": update_and_log, "rank 0": update_everywhere_and_log_on_rank_0, "computed": update}
-    task = Logs(in_validation=steps[how], at_end=compute_at_the_end if how == "computed" else None, **every_metric())
+    task = Logs(
+        in_validation=steps[how], at_end=compute_at_the_end if how == "computed" else None, **make_every_metric()
+    )
     trainer = bare_trainer(folder, strategy=strategy)
-    first, second = (trainer.validate(task, numbers(count, 4))[0] for _ in range(2))
+    first, second = (trainer.validate(task, make_numbers(count, 4))[0] for _ in range(2))
     assert not any(metric.update_called for metric in task.metrics.values())
     assert not any("_sync_dist" in vars(metric) for metric in task.metrics.values())
     torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
@@ -524,17 +528,17 @@ def test_torchmetrics_objects_compute_over_all_ranks(group, tmp_path, world, cou
 def train_with_metrics(folder, strategy, accumulate):
     def step(task, batch):
         task.metrics["max"](batch)
-        task.metrics["auroc"].update(*predictions(batch))
+        task.metrics["auroc"].update(*make_predictions(batch))
         task.log("max", task.metrics["max"], on_step=True, on_epoch=True)
         task.log("auroc", task.metrics["auroc"])
 
-    memory = Memory()
-    task = Logs(in_training=step, **{name: every_metric()[name] for name in ("max", "auroc")})
+    memory = MemoryLogger()
+    task = Logs(in_training=step, **{name: make_every_metric()[name] for name in ("max", "auroc")})
     trainer = quiet_trainer(
         folder, logger=memory, enable_checkpointing=False, strategy=strategy, max_epochs=2, log_every_n_steps=1,
         accumulate_grad_batches=accumulate,
     )  # fmt: skip
-    trainer.fit(task, numbers(13, 2))
+    trainer.fit(task, make_numbers(13, 2))
     kept = {"max_step", "max_epoch", "auroc"}
     return [(step, {name: row[name] for name in kept & set(row)}) for step, row in memory.rows if kept & set(row)]
 
@@ -550,9 +554,9 @@ def test_training_metrics_cover_all_ranks_and_one_epoch(group, tmp_path):
 
 def evaluate_a_collection(folder, strategy):
     def step(task, batch):
-        task.collection.update(*predictions(batch))
+        task.collection.update(*make_predictions(batch))
         task.log_dict(task.collection)
-        task.extremes.update(*predictions(batch))
+        task.extremes.update(*make_predictions(batch))
 
     def at_end(task):
         task.found = {name: float(value) for name, value in task.extremes.compute().items()}
@@ -644,7 +648,7 @@ def stand_in(folder, count):
     task = Watched(in_validation=step, kept=Sum())
     values = evaluate(folder, task, count, strategy=strategy)
     forwards, counted = task.forwards, int(task.counted)
-    predictions = bare_trainer(folder, strategy=strategy).predict(task, numbers(count))
+    predictions = bare_trainer(folder, strategy=strategy).predict(task, make_numbers(count))
     return values, task.batches, forwards, counted, torch.cat(predictions).tolist()
 
 
@@ -677,7 +681,7 @@ def evaluate_with_buffers(folder):
     task.register_buffer("own", torch.tensor(0.0), persistent=False)
     strategy = lumen.DDP(broadcast_buffers=False)
     trainer = bare_trainer(folder, strategy=strategy, max_steps=1, num_sanity_val_steps=0, callbacks=[Differ()])
-    trainer.fit(task, numbers(2), val_dataloaders=numbers(4))
+    trainer.fit(task, make_numbers(2), val_dataloaders=make_numbers(4))
     kept = float(task.own) == rank() and float(task.metrics["mean"].mean_value) == rank()
     return trainer.newest_values["seen"], int(task.norm.num_batches_tracked), bool(task.mask), kept
 
@@ -754,7 +758,7 @@ def gather_with_gradients(folder):
             (gathered * torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (rank() + 1)).sum().backward()
             seen["detached"] = not task.all_gather(given).requires_grad
 
-    bare_trainer(folder, strategy="ddp", max_steps=1, callbacks=[Watch()]).fit(task, numbers(2))
+    bare_trainer(folder, strategy="ddp", max_steps=1, callbacks=[Watch()]).fit(task, make_numbers(2))
     return given.grad.tolist(), seen["detached"]
 
 
@@ -854,14 +858,14 @@ class Correlated(Regression):
         return super().training_step(batch)
 
 
-def stopped_at(folder, steps):
+def stop_at_steps(folder, steps):
     saver = lumen.ModelCheckpoint(every_n_train_steps=steps, at_end=False)
     quiet_trainer(folder, strategy="ddp", max_steps=steps, callbacks=[saver]).fit(Correlated(), loader(48, 4))
 
 
 @pytest.mark.parametrize("steps", [2, 6], ids=["in mid-epoch", "at the end of an epoch"])
 def test_unreduced_metric_states_are_refused_on_another_world(group, tmp_path, steps):
-    group(2).run(stopped_at, tmp_path, steps)
+    group(2).run(stop_at_steps, tmp_path, steps)
     said = r"the PearsonCorrCoef correlation was in the middle of an epoch on 2 processes, .* Resume on 2 processes, or"
     with pytest.raises(CheckpointMismatch, match=said) if steps == 2 else nullcontext():
         trainer = quiet_trainer(tmp_path, max_steps=steps + 1, resume="auto", global_batch_size=8)

@@ -5,8 +5,8 @@ from torch.distributed.tensor import DTensor
 
 import lumen
 from lumen.checkpoint import Checkpoint
-from tests.helpers.checkpoints import same, tensors_of
-from tests.helpers.optim_multi import made
+from tests.helpers.checkpoints import is_same_tensor, read_tensors
+from tests.helpers.optim_multi import make_task
 from tests.helpers.tasks import Saving, bare_trainer, loader
 
 
@@ -28,7 +28,7 @@ def write(root, strategy, processes):
     trainer = bare_trainer(
         root, strategy=strategy, global_batch_size=8, max_steps=3, callbacks=Saving(3, root / f"{strategy}-{processes}")
     )
-    trainer.fit(made(dropout=0.1), loader())
+    trainer.fit(make_task(dropout=0.1), loader())
 
 
 def read(root, source, strategy):
@@ -37,13 +37,13 @@ def read(root, source, strategy):
     trainer = bare_trainer(
         root, strategy=strategy, global_batch_size=8, max_steps=4, resume=root / source, callbacks=saving
     )
-    trainer.fit(made(dropout=0.1), loader())
+    trainer.fit(make_task(dropout=0.1), loader())
     assert trainer.global_step == 4
     return saving.is_cut
 
 
-def contents(path):
-    return tensors_of(path, "model", "optimizer"), Checkpoint.open(path).state["optimizer"]
+def read_contents(path):
+    return read_tensors(path, "model", "optimizer"), Checkpoint.open(path).state["optimizer"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -53,8 +53,10 @@ def test_multi_optimizer_checkpoints_load_under_other_strategies(group, tmp_path
     assert not read(tmp_path, f"{strategy}-2", "single")
     assert group(2).run(read, tmp_path, "single-1", strategy) == [strategy == "fsdp"] * 2
     for source, reader in ((f"{strategy}-2", "single"), ("single-1", strategy)):
-        (ours, state), (theirs, other) = (contents(tmp_path / name) for name in (source, f"{source}-read-by-{reader}"))
-        assert same(ours, theirs)
+        (ours, state), (theirs, other) = (
+            read_contents(tmp_path / name) for name in (source, f"{source}-read-by-{reader}")
+        )
+        assert is_same_tensor(ours, theirs)
         assert state == other
         assert {key: {*state["state"][key]} for key in ("net.0.weight", "net.0.bias")} == {
             "net.0.weight": {"momentum_buffer"},

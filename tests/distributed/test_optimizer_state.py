@@ -6,8 +6,8 @@ from torch import nn
 
 import lumen
 from lumen.errors import CheckpointMismatch, TrainingError
-from tests.helpers.checkpoints import same
-from tests.helpers.group import assert_equal, on_ranks, refusal
+from tests.helpers.checkpoints import is_same_tensor
+from tests.helpers.group import assert_equal, catch_message, run_on_ranks
 from tests.helpers.optimizer_state import (
     Around,
     Attributes,
@@ -15,20 +15,20 @@ from tests.helpers.optimizer_state import (
     Global,
     OwnStateDict,
     StateOfIds,
-    by_hand,
     finetune,
-    own,
-    resumed,
-    state_of,
-    whole,
+    make_task,
+    read_state,
+    read_unsharded_state,
+    train_and_resume,
+    train_by_hand,
 )
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_so_they_are_on_two_processes(group, tmp_path, strategy):
-    ours = on_ranks(group, 2, finetune, tmp_path, "norm", True, "group", strategy, 1)
-    assert_equal(ours, by_hand(Finetuning(), "norm"))
+    ours = run_on_ranks(group, 2, finetune, tmp_path, "norm", True, "group", strategy, 1)
+    assert_equal(ours, train_by_hand(Finetuning(), "norm"))
 
 
 class Growing(Regression):
@@ -54,13 +54,13 @@ def grow(folder, strategy="auto", accumulate=2):
     bare_trainer(
         folder, max_epochs=3, strategy=strategy, accumulate_grad_batches=accumulate, gradient_clip_val=0.1
     ).fit(task, loader(dtype=torch.float64))
-    return {name: value.numpy() for name, value in whole(task).items()}
+    return {name: value.numpy() for name, value in read_unsharded_state(task).items()}
 
 
 def test_ddp_sums_gradients_of_modules_added_in_training(group, tmp_path):
     alone = grow(tmp_path)
     assert alone.keys() > Growing().state_dict().keys()
-    assert_equal(on_ranks(group, 2, grow, tmp_path, "ddp", 1), alone)
+    assert_equal(run_on_ranks(group, 2, grow, tmp_path, "ddp", 1), alone)
 
 
 def test_fsdp_refuses_modules_added_in_training(group, tmp_path):
@@ -109,8 +109,8 @@ def test_so_it_does_on_two_processes(group, tmp_path, kind, strategy):
 
 
 def resume_own(folder, kind, strategy):
-    (ours, _), (theirs, _) = resumed(folder, lambda: own(kind), strategy=strategy, global_batch_size=8)
-    assert same(whole(ours), whole(theirs))
+    (ours, _), (theirs, _) = train_and_resume(folder, lambda: make_task(kind), strategy=strategy, global_batch_size=8)
+    assert is_same_tensor(read_unsharded_state(ours), read_unsharded_state(theirs))
 
 
 @pytest.mark.parametrize("kind", [OwnStateDict, Attributes])
@@ -118,15 +118,15 @@ def test_sharded_custom_optimizer_state_resumes_unsharded(group, tmp_path, kind)
     """Tensors that belong to no parameter are refused in the other direction."""
     group(2).run(write_own, tmp_path, kind)
     train_own(tmp_path, kind, "auto", 9)
-    ours = state_of(train_own(tmp_path / "whole", kind, "auto", 9))
-    assert_equal(state_of(train_own(tmp_path, kind, "auto", 9)), ours)
+    ours = read_state(train_own(tmp_path / "whole", kind, "auto", 9))
+    assert_equal(read_state(train_own(tmp_path, kind, "auto", 9)), ours)
     if kind is Attributes:
-        for said in group(2).run(refusal, CheckpointMismatch, train_own, tmp_path, kind, "fsdp", 14):
+        for said in group(2).run(catch_message, CheckpointMismatch, train_own, tmp_path, kind, "fsdp", 14):
             assert "is unknown, because Attributes" in said
 
 
 def train_own(folder, kind, strategy, max_steps):
-    task = own(kind)
+    task = make_task(kind)
     quiet_trainer(folder, max_steps=max_steps, resume="auto", strategy=strategy, global_batch_size=8).fit(
         task, loader(dtype=torch.float64)
     )

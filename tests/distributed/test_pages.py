@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from lumen.distributed.processes import Processes
-from tests.helpers.pages import COLLECTIVE, rows
+from tests.helpers.pages import COLLECTIVE, read_rows
 
 
 def count_documented(method, table):
@@ -19,7 +19,7 @@ def count_documented(method, table):
 
 
 def test_methods_use_the_documented_collectives(group):
-    table = {name.strip("`"): text for name, _, text in rows("docs/contributing/collectives.md", "The methods")}
+    table = {name.strip("`"): text for name, _, text in read_rows("docs/contributing/collectives.md", "The methods")}
     for counted in group(2).run(count_collectives):
         assert counted == {name: count_documented(name, table) for name in counted}
         assert counted.keys() == COLLECTIVE - {"connect", "for_thread"}
@@ -42,10 +42,10 @@ def count_collectives():
         "run_and_conclude": partial(processes.run_and_conclude, list, lambda answers: answers()),
         "run_once_per_node": partial(processes.run_once_per_node, list),
     }
-    return {name: recorded(call) for name, call in calls.items()}
+    return {name: record_collectives(call) for name, call in calls.items()}
 
 
-def recorded(call):
+def record_collectives(call):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as record:
         call()
     events = [event.name.removeprefix("gloo:") for event in record.events() if event.name.startswith("gloo:")]

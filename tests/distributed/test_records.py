@@ -2,11 +2,11 @@
 
 import csv
 
-from tests.helpers.records import stops_after
+from tests.helpers.records import record_until_plateau
 
 
 def log_last_steps(folder):
-    return stops_after(folder / "whole", None, "ddp"), stops_after(folder / "cut", 6, "ddp")
+    return record_until_plateau(folder / "whole", None, "ddp"), record_until_plateau(folder / "cut", 6, "ddp")
 
 
 def test_last_logged_step_covers_all_ranks(group, tmp_path):

@@ -24,9 +24,9 @@ from lumen.checkpoint.load import weights_source
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
 from lumen.run.run_end import StopVote
 from lumen.trainer.run_directory import RunDirectory
-from tests.helpers.checkpoints import tensors_of
-from tests.helpers.group import refusal
-from tests.helpers.tables import rows_of
+from tests.helpers.checkpoints import read_tensors
+from tests.helpers.group import catch_message
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import FEATURES, Regression, Saving, Seeing, bare_trainer, loader, quiet_trainer
 
 F64 = torch.float64
@@ -71,7 +71,7 @@ def assert_equal(one, other):
 def test_one_rank_claims_directory_and_writes_record(group, tmp_path):
     alone = quiet_trainer(tmp_path / "alone", max_epochs=2, accumulate_grad_batches=2)
     alone.fit(Regression(dtype=F64), loader(dtype=F64), val_dataloaders=loader(dtype=F64))
-    first, second = group(2).run(fit_and_tell, tmp_path)
+    first, second = group(2).run(fit_and_describe, tmp_path)
     assert first["directory"] == second["directory"] == tmp_path / "runs" / "run"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
     assert (first["loggers"], second["loggers"]) == (1, 0)
@@ -79,11 +79,11 @@ def test_one_rank_claims_directory_and_writes_record(group, tmp_path):
     environment = (first["directory"] / "environment.json").read_text()
     for entry in ('"strategy": "DDP"', '"processes": 2', '"nodes": 1', '"backend": "gloo"'):
         assert entry in environment
-    assert len(rows_of(first["directory"] / "metrics.csv")) == len(rows_of(alone.run_directory / "metrics.csv"))
+    assert len(read_rows(first["directory"] / "metrics.csv")) == len(read_rows(alone.run_directory / "metrics.csv"))
     assert RunDirectory.read_live_holder(first["directory"]) is None
 
 
-def fit_and_tell(tmp_path):
+def fit_and_describe(tmp_path):
     task = Regression(dtype=F64)
     trainer = quiet_trainer(tmp_path, strategy="ddp", max_epochs=2, seed=None)
     before = process_state()
@@ -100,12 +100,12 @@ def process_state():
 
 def test_directory_in_use_raises_equally_on_all_ranks(group, tmp_path):
     with RunDirectory.claim(tmp_path / "runs", "run", reuse=True):
-        first, second = group(2).run(refused, tmp_path, RunDirectoryError, {"resume": "auto"})
+        first, second = group(2).run(catch_error, tmp_path, RunDirectoryError, {"resume": "auto"})
     assert first == second
     assert f"process {os.getpid()}" in first
 
 
-def refused(tmp_path, kind, options):
+def catch_error(tmp_path, kind, options):
     with pytest.raises(kind) as caught:
         quiet_trainer(tmp_path, strategy="ddp", max_steps=1, **options).fit(Regression(), loader())
     assert not any(isinstance(handler, logging.FileHandler) for handler in logging.getLogger("lumen").handlers)
@@ -113,8 +113,8 @@ def refused(tmp_path, kind, options):
 
 
 def test_run_failing_before_start_frees_its_name(group, tmp_path):
-    group(2).run(refused, tmp_path, CheckpointError, {"init_from": tmp_path / "nothing.safetensors"})
-    group(2).run(refused, tmp_path, CheckpointError, {"resume": tmp_path / "nowhere"})
+    group(2).run(catch_error, tmp_path, CheckpointError, {"init_from": tmp_path / "nothing.safetensors"})
+    group(2).run(catch_error, tmp_path, CheckpointError, {"resume": tmp_path / "nowhere"})
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -246,12 +246,12 @@ def test_prepare_data_error_raises_on_all_ranks(group, tmp_path):
 
 def prepare_badly(tmp_path):
     trainer = bare_trainer(tmp_path, strategy="ddp", max_steps=1)
-    return refusal(DataError, trainer.fit, Regression(), Prepared(tmp_path, fails=True))
+    return catch_message(DataError, trainer.fit, Regression(), Prepared(tmp_path, fails=True))
 
 
 def test_sync_batchnorm_needs_cuda(group, tmp_path):
     options = {"strategy": "ddp", "sync_batchnorm": True, "max_steps": 1}
-    for message in group(2).run(refusal, ConfigError, bare_trainer, tmp_path, **options):
+    for message in group(2).run(catch_message, ConfigError, bare_trainer, tmp_path, **options):
         assert "2 processes run on the CPU" in message
     bare_trainer(tmp_path, sync_batchnorm=True, max_steps=1).fit(Full(), data())  # one process has no values to share
 
@@ -392,14 +392,14 @@ STRATEGIES = ["ddp", "fsdp"]
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resumed_run_equals_uninterrupted_run(group, tmp_path, strategy):
-    answers = group(2).run(undisturbed_and_resumed, tmp_path, strategy)
+    answers = group(2).run(train_and_resume, tmp_path, strategy)
     for undisturbed, resumed in answers:
         assert undisturbed == resumed
     ends = [tmp_path / name / "runs/run/checkpoints/step-00000019" for name in ("a", "b")]
-    assert_equal(*(tensors_of(end, "model", "optimizer") for end in ends))
+    assert_equal(*(read_tensors(end, "model", "optimizer") for end in ends))
 
 
-def undisturbed_and_resumed(tmp_path, strategy):
+def train_and_resume(tmp_path, strategy):
     """Return an uninterrupted run and a run resumed in the middle of an epoch, each with its last step saved."""
     records = []
     for name, parts in (("a", [19]), ("b", [5, 8, 19])):
@@ -409,7 +409,7 @@ def undisturbed_and_resumed(tmp_path, strategy):
                 callbacks=lumen.ModelCheckpoint(every_n_train_steps=4),
             )  # fmt: skip
             trainer.fit(task := Full(), data())
-        rows = rows_of(trainer.run_directory / "metrics.csv")
+        rows = read_rows(trainer.run_directory / "metrics.csv")
         records.append((rows, trainer.run.progress.samples, task.mean.update_count))
     return records
 
@@ -421,7 +421,7 @@ def test_any_strategy_reads_what_any_other_has_written(group, tmp_path):
         name = f"{strategy}-{world}"
         run = copy if world == 1 else partial(group(world).run, copy)
         run(tmp_path, before, name, strategy)
-        assert_equal(*(tensors_of(tmp_path / each, "model", "optimizer") for each in ("single", name)))
+        assert_equal(*(read_tensors(tmp_path / each, "model", "optimizer") for each in ("single", name)))
         before = name
 
 
@@ -469,13 +469,13 @@ class FailedSaves(lumen.Callback):
         for k in (1, 2, 3):
             with pytest.MonkeyPatch.context() as patch:
                 if trainer.is_global_zero:
-                    patch.setattr(os, "fsync", failing(k, os.fsync))
+                    patch.setattr(os, "fsync", fail_at_call(k, os.fsync))
                 with pytest.raises(CheckpointError) as caught:
                     trainer.save_checkpoint(self.path / "step-1")
             self.messages.append(str(caught.value))
 
 
-def failing(k, function):
+def fail_at_call(k, function):
     calls = []
 
     def call(*args):
@@ -512,8 +512,8 @@ def evaluate_best(tmp_path):
 
 def test_throughput_covers_all_ranks_and_each_has_trace(group, tmp_path):
     options = {"max_steps": 6, "global_batch_size": 8, "log_every_n_steps": 2}
-    alone = measured(tmp_path / "alone", "single", options)
-    first, second = group(2).run(measured, tmp_path, "ddp", options)
+    alone = measure_step(tmp_path / "alone", "single", options)
+    first, second = group(2).run(measure_step, tmp_path, "ddp", options)
     for name in ("samples_per_s", "batches_per_s", "flop_per_step"):
         assert first[name] == pytest.approx(alone[name], rel=1e-6)
     assert second is None
@@ -521,7 +521,7 @@ def test_throughput_covers_all_ranks_and_each_has_trace(group, tmp_path):
     assert sorted(name.split(".")[0].rpartition("-")[2] for name in traces) == ["rank0", "rank1"]
 
 
-def measured(folder, strategy, options):
+def measure_step(folder, strategy, options):
     """Return the samples, micro-batches and operations of an optimizer step; None if the run records nothing."""
     trainer = quiet_trainer(
         folder, strategy=strategy, profiler=lumen.TorchProfiler(wait=1, warmup=1, active=1),
@@ -530,7 +530,7 @@ def measured(folder, strategy, options):
     trainer.fit(Regression(dtype=F64), loader(400, 4, dtype=F64))
     if not trainer.run.records.loggers:
         return None
-    *_, row = rows_of(trainer.run_directory / "system.csv")
+    *_, row = read_rows(trainer.run_directory / "system.csv")
     per_s = float(row["steps_per_s"])
     return {
         "samples_per_s": float(row["samples_per_s"]) / per_s,
@@ -541,12 +541,12 @@ def measured(folder, strategy, options):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_summary_counts_the_whole_model(group, tmp_path, strategy):
-    group(2).run(summarized, tmp_path, strategy)
+    group(2).run(read_summary, tmp_path, strategy)
     log = (tmp_path / "runs" / "run" / "run.log").read_text()
     assert "Regression: 129 parameters (129 trainable, 0 frozen), < 0.01 MB float64" in log
 
 
-def summarized(tmp_path, strategy):
+def read_summary(tmp_path, strategy):
     quiet_trainer(tmp_path, strategy=strategy, max_steps=1, log_level="INFO", enable_model_summary=True).fit(
         Regression(dtype=F64), loader(dtype=F64)
     )
@@ -556,13 +556,13 @@ def test_larger_step_from_more_ranks_is_reported(group, tmp_path):
     """The run reports no such step if `global_batch_size` is set."""
     for name, options in {"by processes": {}, "set": {"global_batch_size": 8}}.items():
         quiet_trainer(tmp_path / name, max_steps=2, **options).fit(Regression(), loader(batch_size=4))
-        group(2).run(go_on, tmp_path / name, options)
+        group(2).run(resume_run, tmp_path / name, options)
     said = (tmp_path / "by processes" / "runs" / "run" / "run.log").read_text()
     assert "processes was 1, is 2; global_batch_size was 4, is 8. The new settings apply" in said
     assert "settings differ" not in (tmp_path / "set" / "runs" / "run" / "run.log").read_text()
 
 
-def go_on(folder, options):
+def resume_run(folder, options):
     options = {"max_steps": 3, "strategy": "ddp", "resume": "auto", "log_level": "WARNING"} | options
     quiet_trainer(folder, **options).fit(Regression(), loader(batch_size=4))
 

@@ -80,14 +80,14 @@ class Sum(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def drawn(rank):
+def make_unseeded_generator(rank):
     """Return a generator with different numbers on each rank, like an unseeded one."""
     return random.Random(rank)
 
 
-def shuffled(items, rank):
+def shuffle_items(items, rank):
     items = list(items)
-    drawn(rank).shuffle(items)
+    make_unseeded_generator(rank).shuffle(items)
     return items
 
 
@@ -114,50 +114,53 @@ DIFFERENT = {
     "numpy indices": (lambda rank: Kept(np.random.default_rng(rank).permutation(SAMPLES)), "dataset.kept"),
     "random data": (lambda rank: TensorDataset(torch.randn(SAMPLES, 3, 8, 8) + rank), "dataset.tensors.0"),
     "a list of samples": (lambda rank: [(torch.ones(3) * rank, 1)] * SAMPLES, "dataset"),
-    "os.listdir": (lambda rank: Kept(shuffled([Path("data") / name for name in NAMES], rank)), "dataset.kept"),
+    "os.listdir": (lambda rank: Kept(shuffle_items([Path("data") / name for name in NAMES], rank)), "dataset.kept"),
     "samples of an ImageFolder": (
-        lambda rank: Kept(shuffled([(f"data/{n}.png", n) for n in range(SAMPLES)], rank)),
+        lambda rank: Kept(shuffle_items([(f"data/{n}.png", n) for n in range(SAMPLES)], rank)),
         "dataset.kept",
     ),
     "a label map from a set": (
-        lambda rank: Kept({name: number for number, name in enumerate(shuffled(NAMES, rank))}),
+        lambda rank: Kept({name: number for number, name in enumerate(shuffle_items(NAMES, rank))}),
         "dataset.kept",
     ),
     "rows of pandas": (lambda rank: Kept(pandas.DataFrame({"x": range(SAMPLES)}).sample(frac=1)), "dataset.kept"),
     "train_test_split": (lambda rank: hugging_face().train_test_split(10)["train"], "dataset"),
     "split_dataset_by_node": (lambda rank: split_dataset_by_node(hugging_face(), rank, 2), "dataset"),
     "files of each rank": (lambda rank: Kept([f"{n}.png" for n in range(rank, 2 * SAMPLES, 2)]), "dataset.kept"),
-    "records": (lambda rank: Kept(shuffled([Record(f"{n}.png", n) for n in range(SAMPLES)], rank)), "dataset.kept"),
+    "records": (
+        lambda rank: Kept(shuffle_items([Record(f"{n}.png", n) for n in range(SAMPLES)], rank)),
+        "dataset.kept",
+    ),
     "a sampler's indices": (
-        lambda rank: {"sampler": SubsetRandomSampler(shuffled(range(SAMPLES), rank)[:30])},
+        lambda rank: {"sampler": SubsetRandomSampler(shuffle_items(range(SAMPLES), rank)[:30])},
         "sampler.indices",
     ),
-    "files in an object": (lambda rank: Kept(Kept(shuffled(NAMES, rank))), "dataset.kept.kept"),
-    "a stream's shards": (lambda rank: Shards(shuffled(NAMES, rank)), "dataset.names"),
+    "files in an object": (lambda rank: Kept(Kept(shuffle_items(NAMES, rank))), "dataset.kept.kept"),
+    "a stream's shards": (lambda rank: Shards(shuffle_items(NAMES, rank)), "dataset.names"),
     "weights of a sampler": (
         lambda rank: {"sampler": WeightedRandomSampler([1.0 + rank, *[1.0] * (SAMPLES - 1)], SAMPLES)},
         "sampler.weights",
     ),
     "a vocabulary of collate": (
-        lambda rank: {"collate_fn": collate_with(shuffled(NAMES, rank))},
+        lambda rank: {"collate_fn": collate_with(shuffle_items(NAMES, rank))},
         "collate_fn.vocabulary",
     ),
 }
 
 
-def loader_of(kind, rank):
+def make_loader(kind, rank):
     made = DIFFERENT[kind][0](rank)
     options = made if isinstance(made, dict) else {}
     return DataLoader(Kept(None) if isinstance(made, dict) else made, 4, **options)
 
 
-def error_of_fit(tmp_path, kind):
+def catch_fit_error(tmp_path, kind):
     torch.manual_seed(dist.get_rank())
     np.random.seed(dist.get_rank())
-    return error_of(tmp_path, lambda trainer: trainer.fit(Sum(), loader_of(kind, dist.get_rank())))
+    return catch_error(tmp_path, lambda trainer: trainer.fit(Sum(), make_loader(kind, dist.get_rank())))
 
 
-def error_of(tmp_path, call, **options):
+def catch_error(tmp_path, call, **options):
     try:
         call(bare_trainer(tmp_path, devices=2, max_steps=1, **options))
     except DataError as error:
@@ -167,25 +170,25 @@ def error_of(tmp_path, call, **options):
 
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_data_that_differs_per_rank_is_refused(group, tmp_path, kind):
-    first, second = group(2).run(error_of_fit, tmp_path, kind)
+    first, second = group(2).run(catch_fit_error, tmp_path, kind)
     assert first == second
     assert f"rank 1 and rank 0 hold different data: {DIFFERENT[kind][1]} of the training data has" in first
     assert "lumen.seed_everything(1)" in first
 
 
-def errors_of_evaluations(tmp_path):
+def catch_evaluation_errors(tmp_path):
     same, differs = DataLoader(Kept(None), 4), DataLoader(split(dist.get_rank(), 1), 4)
     nested = {"a": same, "b": [DataLoader(Kept(None), 4), differs]}
     return [
-        error_of(tmp_path, lambda trainer: trainer.fit(Sum(), same, differs)),
-        error_of(tmp_path, lambda trainer: trainer.test(Sum(), [same, differs])),
-        error_of(tmp_path, lambda trainer: trainer.fit(Sum(), nested)),
+        catch_error(tmp_path, lambda trainer: trainer.fit(Sum(), same, differs)),
+        catch_error(tmp_path, lambda trainer: trainer.test(Sum(), [same, differs])),
+        catch_error(tmp_path, lambda trainer: trainer.fit(Sum(), nested)),
     ]
 
 
 def test_data_of_each_loader_is_compared(group, tmp_path):
     places = ["validation data", "test data 1", "training data 2"]
-    for errors in group(2).run(errors_of_evaluations, tmp_path):
+    for errors in group(2).run(catch_evaluation_errors, tmp_path):
         for error, place in zip(errors, places, strict=True):
             assert f"dataset.indices of the {place} has 10 items" in error
 
@@ -194,14 +197,14 @@ def fit_on_equal_data(tmp_path):
     """Train on the same samples on both ranks; other attributes may differ."""
     rank = dist.get_rank()
     files = Kept([f"/scratch/{rank}/{name}.png" for name in NAMES])
-    files.rank, files.device, files.generator = rank, torch.device("cpu"), drawn(rank)
+    files.rank, files.device, files.generator = rank, torch.device("cpu"), make_unseeded_generator(rank)
     files.model, files.library = torch.nn.Linear(2, 2), os
-    files.paths = {name: name for name in shuffled(NAMES, rank)}  # a lookup table has no order
+    files.paths = {name: name for name in shuffle_items(NAMES, rank)}  # a lookup table has no order
     files.settings = {"rank": rank, "world_size": 2}
     files.devices = ["cuda:0", "cuda:1"][:: 1 - 2 * rank]
     files.cache = [torch.ones(2) if index % 2 == rank else None for index in range(SAMPLES)]
     files.recent = dict.fromkeys(range(SAMPLES - rank), "read")
-    files.recently = deque(shuffled(NAMES, rank))
+    files.recently = deque(shuffle_items(NAMES, rank))
     files.unreadable = Unreadable(NAMES)
     return outcome_of_fit(tmp_path, files)
 
@@ -216,7 +219,7 @@ def outcome_of_fit(tmp_path, data):
     messages = []
     lumen.console.logger.addFilter(keep := lambda record: messages.append(record.getMessage()) or True)
     try:
-        error = error_of(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(data, 4)), log_level="WARNING")
+        error = catch_error(tmp_path, lambda trainer: trainer.fit(Sum(), DataLoader(data, 4)), log_level="WARNING")
     finally:
         lumen.console.logger.removeFilter(keep)
     return error, [message for message in messages if "hold different data" in message]

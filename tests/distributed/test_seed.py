@@ -3,14 +3,14 @@
 import torch.distributed as dist
 
 import lumen
-from tests.helpers.seed import order, trainer_of
+from tests.helpers.seed import make_trainer, train_and_read_order
 
 
 def fit_with_a_seed_on_rank_0(path):
     if dist.get_rank() == 0:
         lumen.seed_everything(9)
     try:
-        return order(trainer_of(path, devices=2))[0]
+        return train_and_read_order(make_trainer(path, devices=2))[0]
     finally:
         lumen.random._chosen_seed = None  # these processes run other tests too
 

@@ -23,8 +23,8 @@ from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.distributed.dtensor import is_sharded
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, NonFiniteLoss, ProcessLost
-from tests.helpers.checkpoints import DTYPES, memory_mib, raw, small, tensor_of
-from tests.helpers.sharded import whole
+from tests.helpers.checkpoints import DTYPES, make_tensor, read_memory_mib, read_tensor_bytes, save_small
+from tests.helpers.sharded import unshard
 from tests.helpers.tasks import FEATURES, Regression, Saving, bare_trainer, loader
 
 MIB = 1 << 20
@@ -34,13 +34,13 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def connected():
+def connect_processes():
     processes = Processes.find()
     processes.connect(torch.device("cpu"))
     return processes
 
 
-def placed(tensor, layout):
+def place_tensor(tensor, layout):
     """Return the shard of a tensor in a `layout`: shards follow torch.chunk, so the last ones may be empty."""
     if layout == "plain":
         return tensor
@@ -65,10 +65,10 @@ def sharded(part, mesh, cuts, shape):
 _meshes = {}
 
 
-def kinds():
+def make_tensors():
     """Return tensors of every kind by name, equal on every process."""
     torch.manual_seed(0)
-    found = {f"{dtype}": tensor_of(dtype, (5, 3)) for dtype in DTYPES}
+    found = {f"{dtype}": make_tensor(dtype, (5, 3)) for dtype in DTYPES}
     found |= {
         "scalar": torch.randn(()),
         "one": torch.randn(1),
@@ -83,7 +83,7 @@ def kinds():
     return found
 
 
-def written_by(path, rank, section="*"):
+def read_files_of(path, rank, section="*"):
     """Return the contents of the files of one process, by section and name."""
     found = {}
     for file in sorted(path.glob(f"{section}/{rank:05d}-*.safetensors")):
@@ -106,13 +106,13 @@ def nbytes(tensors):
 def test_every_tensor_layout_is_saved_once_and_exactly(group, tmp_path, world, layout):
     group(world).run(save_kinds, tmp_path / "step-1", layout)
     checkpoint = Checkpoint.open(tmp_path / "step-1")
-    expected = kinds()
+    expected = make_tensors()
     assert checkpoint.list_tensor_names("model") == list(expected)
     for name, tensor in expected.items():
         assert checkpoint.get_spec("model", name) == (tensor.dtype, tensor.shape)
-        assert raw(checkpoint.read_tensor("model", name)) == raw(tensor), name
+        assert read_tensor_bytes(checkpoint.read_tensor("model", name)) == read_tensor_bytes(tensor), name
     assert checkpoint.aliases == {"tied": "one"}
-    shares = [written_by(tmp_path / "step-1", rank) for rank in range(world)]
+    shares = [read_files_of(tmp_path / "step-1", rank) for rank in range(world)]
     total = nbytes(expected)
     assert sum(map(nbytes, shares)) == total
 
@@ -130,8 +130,8 @@ def test_every_tensor_layout_is_saved_once_and_exactly(group, tmp_path, world, l
 
 
 def save_kinds(path, layout):
-    tensors = {name: placed(tensor, layout) for name, tensor in kinds().items()}
-    write_checkpoint(path, {"model": tensors}, {}, aliases={"tied": "one"}, info={}, processes=connected())
+    tensors = {name: place_tensor(tensor, layout) for name, tensor in make_tensors().items()}
+    write_checkpoint(path, {"model": tensors}, {}, aliases={"tied": "one"}, info={}, processes=connect_processes())
 
 
 def test_each_rank_has_several_files_of_bounded_size(group, tmp_path):
@@ -139,7 +139,7 @@ def test_each_rank_has_several_files_of_bounded_size(group, tmp_path):
     files = sorted((tmp_path / "step-1" / "optimizer").iterdir())
     assert [file.name for file in files] == [f"{rank:05d}-{k:05d}.safetensors" for rank in (0, 1) for k in range(3)]
     for rank in (0, 1):
-        share = written_by(tmp_path / "step-1", rank)
+        share = read_files_of(tmp_path / "step-1", rank)
         assert {tensor.shape for tensor in share.values()} == {(8,)}
         assert len(share) == 6
     checkpoint = Checkpoint.open(tmp_path / "step-1")
@@ -148,8 +148,8 @@ def test_each_rank_has_several_files_of_bounded_size(group, tmp_path):
 
 
 def save_many(path):
-    tensors = {f"t{k}": placed(torch.arange(16.0) + k, "rows") for k in range(6)}
-    write_checkpoint(path, {"optimizer": tensors}, {}, info={}, max_file_bytes=64, processes=connected())
+    tensors = {f"t{k}": place_tensor(torch.arange(16.0) + k, "rows") for k in range(6)}
+    write_checkpoint(path, {"optimizer": tensors}, {}, info={}, max_file_bytes=64, processes=connect_processes())
 
 
 class Mixed(Regression):
@@ -195,9 +195,9 @@ def test_all_ranks_save_their_part_of_run(group, tmp_path, strategy):
     checkpoint = Checkpoint.open(path)
     for section in ("model", "optimizer"):
         for name in checkpoint.list_tensor_names(section):
-            assert raw(checkpoint.read_tensor(section, name)) == told[0][section, name], name
+            assert read_tensor_bytes(checkpoint.read_tensor(section, name)) == told[0][section, name], name
     assert checkpoint.aliases == {"narrow.weight": "wide.weight"}
-    shares = [written_by(path, rank) for rank in range(world)]
+    shares = [read_files_of(path, rank) for rank in range(world)]
     moving = [nbytes({key: tensor for key, tensor in s.items() if key[0] != "extra"}) for s in shares]
     specs = [
         checkpoint.get_spec(section, name)
@@ -213,7 +213,8 @@ def test_all_ranks_save_their_part_of_run(group, tmp_path, strategy):
         assert checkpoint.state["ranks"][rank]["torchmetrics"]["seen"]
         for k in range(3):
             assert (
-                raw(checkpoint.read_tensor("extra", f"ranks[{rank}].torchmetrics.seen[1].value[{k}]")) == told[rank][k]
+                read_tensor_bytes(checkpoint.read_tensor("extra", f"ranks[{rank}].torchmetrics.seen[1].value[{k}]"))
+                == told[rank][k]
             )
     holders = [any(name.startswith("task.averages.") for name in own) for own in extra]
     assert holders == [strategy != "ddp" or rank == 0 for rank in range(world)]
@@ -227,11 +228,11 @@ def train_and_save(tmp_path, strategy):
     def look(trainer, task):
         if trainer.global_step == 3:
             for name, tensor in task.state_dict().items():
-                told["model", name] = raw(whole(tensor))
+                told["model", name] = read_tensor_bytes(unshard(tensor))
             for name, parameter in task.named_parameters():
                 for key, tensor in trainer.optimizers[0].state.get(parameter, {}).items():
-                    told["optimizer", f"{name}.{key}"] = raw(whole(tensor))
-            told.update({k: raw(value) for k, value in enumerate(task.seen.value)})
+                    told["optimizer", f"{name}.{key}"] = read_tensor_bytes(unshard(tensor))
+            told.update({k: read_tensor_bytes(value) for k, value in enumerate(task.seen.value)})
 
     looking = lumen.LambdaCallback(on_step_end=look)
     options = {"strategy": STRATEGIES[strategy](), "max_steps": 4, "callbacks": [looking, saving]}
@@ -251,8 +252,8 @@ def test_saving_holds_at_most_one_shard_more(group, tmp_path, layout):
 def save_large(path, layout):
     """Return the peak of a save in MiB beyond the tensors; each process also has tensors that the others lack."""
     ctypes.CDLL(None).mallopt(-3, 1_000_000)  # M_MMAP_THRESHOLD: freed memory is returned to the system
-    processes = connected()
-    tensors = {f"t{k}": placed(torch.ones(1024, 2048), layout) for k in range(8)}
+    processes = connect_processes()
+    tensors = {f"t{k}": place_tensor(torch.ones(1024, 2048), layout) for k in range(8)}
     if layout == "plain":
         tensors = {name: tensor.T for name, tensor in tensors.items()}
     else:
@@ -263,16 +264,16 @@ def save_large(path, layout):
     sections["extra"] = {f"ranks[{processes.rank}].{k}": torch.ones(MIB) for k in range(16)}
     write_checkpoint(path.with_name("step-0"), {"model": {"w": torch.ones(3, 2).T}}, {}, info={}, processes=processes)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
-    start = memory_mib("VmRSS")
+    start = read_memory_mib("VmRSS")
     write_checkpoint(path, sections, {}, info={}, processes=processes)
-    return memory_mib("VmHWM") - start
+    return read_memory_mib("VmHWM") - start
 
 
 # ---------------------------------------------------------------------- errors
 
 
 @contextmanager
-def small_files(folder):
+def limit_file_size(folder):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
@@ -310,7 +311,7 @@ def refused(folder):
 
 
 HARMS = {
-    "full": (small_files, r"model/0000[01]-00000.safetensors: File too large"),
+    "full": (limit_file_size, r"model/0000[01]-00000.safetensors: File too large"),
     "removed": (removed, r"step-2.*(removed while it was in use|it was removed)"),
     "refused": (refused, r"step-2.*: Permission denied. Give this user the right"),
 }
@@ -319,7 +320,7 @@ HARMS = {
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("harm", HARMS)
 def test_save_error_is_on_all_ranks_without_leftovers(group, tmp_path, harm, ranks):
-    older = small(tmp_path / "step-1")
+    older = save_small(tmp_path / "step-1")
     messages = group(2).run(save_in_vain, tmp_path, harm, ranks)
     assert messages[0] == messages[1]
     assert re.search(HARMS[harm][1], messages[0]), messages[0]
@@ -328,7 +329,7 @@ def test_save_error_is_on_all_ranks_without_leftovers(group, tmp_path, harm, ran
 
 
 def save_in_vain(folder, harm, ranks):
-    processes = connected()
+    processes = connect_processes()
     tensors = {name: torch.ones(10_000) for name in "abcd"}
     harmed = HARMS[harm][0](folder) if processes.rank in ranks else nullcontext()
     with harmed, pytest.raises(CheckpointError) as caught:
@@ -369,7 +370,7 @@ def test_unsupported_or_different_state_raises_before_saving(group, tmp_path, ki
 
 
 def save_other_tensors(path, kind, rank):
-    processes = connected()
+    processes = connect_processes()
     tensors = {"a": torch.ones(3), "b": torch.ones(4)}
     if processes.rank == rank:
         tensors |= OTHERS[kind][0]
@@ -389,7 +390,7 @@ def test_ranks_that_fail_differently_say_the_same(group, tmp_path):
 
 
 def save_different_ones(path):
-    processes = connected()
+    processes = connect_processes()
     tensors = {"a": torch.ones(3), "b": torch.ones(4)} | {"ab"[processes.rank]: torch.eye(2).to_sparse()}
     return refused(path, tensors, processes)
 
@@ -403,8 +404,8 @@ def test_differently_sharded_tensor_raises_before_saving(group, tmp_path):
 
 def save_with_a_gap(path):
     """Save while the process with the second half takes it for a copy of the unsharded tensor."""
-    processes = connected()
-    tensors = {"w": placed(torch.arange(8.0).reshape(4, 2), "copied" if processes.rank else "rows")}
+    processes = connect_processes()
+    tensors = {"w": place_tensor(torch.arange(8.0).reshape(4, 2), "copied" if processes.rank else "rows")}
     with pytest.raises(CheckpointError) as caught:
         save(path, tensors, processes)
     return str(caught.value)
@@ -418,7 +419,7 @@ def test_freed_tensor_on_one_rank_ends_all(group, tmp_path):
 
 
 def save_freed_memory(path):
-    processes = connected()
+    processes = connect_processes()
     tensors = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
     if processes.rank == 1:
         for tensor in tensors.values():
@@ -430,7 +431,7 @@ def save_freed_memory(path):
 
 
 def test_error_known_to_rank_0_raises_on_all(group, tmp_path):
-    small(tmp_path / "step-1")
+    save_small(tmp_path / "step-1")
     for messages in group(2).run(save_badly, tmp_path):
         assert "never overwrites" in messages[0]
         assert "info.x: an object of type object cannot be saved" in messages[1]
@@ -438,7 +439,7 @@ def test_error_known_to_rank_0_raises_on_all(group, tmp_path):
 
 
 def save_badly(folder):
-    processes = connected()
+    processes = connect_processes()
     messages = []
     for name, options in (("1", {}), ("2", {"info": {"x": object()}})):
         with pytest.raises(CheckpointError) as caught:
@@ -545,7 +546,7 @@ def keeping(make):
     return task
 
 
-def own_part_of(tensor):
+def get_local_part(tensor):
     return tensor.detach().to_local().clone()
 
 
@@ -559,7 +560,7 @@ def mean_of_columns(tensor):
 
 
 def test_an_optimizer_that_keeps_bare_parts_is_refused(group, tmp_path):
-    messages = group(2).run(train_keeping, tmp_path, own_part_of)
+    messages = group(2).run(train_keeping, tmp_path, get_local_part)
     assert messages[0] == messages[1]
     assert "Keeping keeps 'kept' of net.0.weight as a plain tensor with this process's shard" in messages[0]
     assert not list(tmp_path.rglob("step-*"))
@@ -593,7 +594,7 @@ def train_keeping_on(strategy, make, max_steps, *, save=None, resume=None):
         callbacks=Saving(2, save / "step-2") if save else [],
     )  # fmt: skip
     trainer.fit(task, loader(dtype=torch.float64))
-    values = [whole(parameter.detach()) for parameter in task.parameters()]
+    values = [unshard(parameter.detach()) for parameter in task.parameters()]
     return values, [getattr(entry["kept"], "placements", None) for entry in trainer.run.optim.optimizer.state.values()]
 
 
@@ -610,7 +611,7 @@ def test_other_error_on_one_rank_outranks_damage(group):
 
 
 def fail_differently():
-    processes = connected()
+    processes = connect_processes()
 
     def fail():
         raise [RuntimeError("of torch"), CheckpointDamaged("a file")][processes.rank]

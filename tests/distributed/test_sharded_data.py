@@ -23,11 +23,11 @@ from lumen.data.adapter import Position
 from lumen.data.loaders import adapt_loader
 from lumen.data.windows import RankSlice
 from lumen.errors import DataError
-from tests.helpers.group import refusal
-from tests.helpers.pages import snippets
-from tests.helpers.simulated_ranks import Ranks, content, plain, read, together
+from tests.helpers.group import catch_message
+from tests.helpers.pages import find_programs
+from tests.helpers.simulated_ranks import Ranks, compare_key, make_plain_batch, merge_ranks, read_steps
 from tests.helpers.streams import Buffered
-from tests.helpers.tasks import Saving, bare_trainer, numbers
+from tests.helpers.tasks import Saving, bare_trainer, make_numbers
 
 SEED = 3
 
@@ -77,14 +77,14 @@ def sampled(samples, **options):
     return DataLoader(Augmented(samples), 2, sampler=SubsetRandomSampler(range(samples)), **options)
 
 
-def parts(samples):
+def make_loaders(samples):
     """Return three loaders of different kinds and lengths."""
     return {"few": sampled(samples), "many": DataLoader(Augmented(2 * samples), 2, shuffle=samples > 0),
             "stream": DataLoader(Buffered(samples + 3, 4), 3)}  # fmt: skip
 
 
 def combined(mode):
-    return lambda samples: lumen.CombinedLoader(parts(samples), mode)
+    return lambda samples: lumen.CombinedLoader(make_loaders(samples), mode)
 
 
 INDEXED = {
@@ -132,7 +132,7 @@ def read_by(world, kind, samples, rounds=2, needs_dummies=False, epochs=(0, 1), 
         adapter = adapt_loader(LOADERS[kind](samples), SEED, rounds * world, rank_slice=ours)
         given, position = [], Position()
         for epoch in epochs:
-            steps, after = read(adapter, epoch, position, **options)
+            steps, after = read_steps(adapter, epoch, position, **options)
             given.append(steps)
             position = Position(state=after.state)
         return given, adapter.length, adapter.count_steps(options.get("limit"))
@@ -157,8 +157,8 @@ def test_ranks_together_read_the_batches_of_one_process(kind, samples, world):
     given = read_by(world, kind, samples)
     expected = read_by(1, kind, samples, rounds=2 * world)
     for epoch in range(2):
-        whole = together([rank[0][epoch] for rank in given])
-        assert plain(whole) == plain(step.micros for step in expected[0][0][epoch])
+        whole = merge_ranks([rank[0][epoch] for rank in given])
+        assert compare_key(whole) == compare_key(step.micros for step in expected[0][0][epoch])
     assert {rank[1:] for rank in given} == {expected[0][1:]}
 
 
@@ -175,10 +175,10 @@ def test_dummy_batches_are_real_but_count_nothing(kind, samples):
             if kind not in COMBINED:
                 assert all(micro.content in real for micro in needs_dummies)
             assert all(micro.content is not None and micro.weight == 0 for micro in needs_dummies)
-        together([rank[0][epoch] for rank in given], needs_dummies=True)
+        merge_ranks([rank[0][epoch] for rank in given], needs_dummies=True)
     assert idle or (kind, samples) == ("sequential", 1)
-    assert plain(together([rank[0][0] for rank in given], needs_dummies=True)) == plain(
-        together([rank[0][0] for rank in read_by(4, kind, samples, rounds=1)])
+    assert compare_key(merge_ranks([rank[0][0] for rank in given], needs_dummies=True)) == compare_key(
+        merge_ranks([rank[0][0] for rank in read_by(4, kind, samples, rounds=1)])
     )
 
 
@@ -187,8 +187,8 @@ def test_dummy_batches_are_real_but_count_nothing(kind, samples):
 def test_a_limit_counts_the_batches_of_all_ranks(kind, limit):
     given = read_by(2, kind, 11, rounds=1, limit=limit, epochs=(0,))
     expected = read_by(1, kind, 11, rounds=2, limit=limit, epochs=(0,))
-    whole = together([rank[0][0] for rank in given])
-    assert plain(whole) == plain(step.micros for step in expected[0][0][0])
+    whole = merge_ranks([rank[0][0] for rank in given])
+    assert compare_key(whole) == compare_key(step.micros for step in expected[0][0][0])
     assert sum(map(len, whole)) == limit
 
 
@@ -200,13 +200,13 @@ def test_each_rank_takes_batches_of_the_loaders_size():
 
 def test_global_batch_is_independent_of_world_size(caplog):
     def rank(ours):
-        return read(adapt_loader(LOADERS["shuffled"](11), SEED, global_batch_size=5, rank_slice=ours))[0]
+        return read_steps(adapt_loader(LOADERS["shuffled"](11), SEED, global_batch_size=5, rank_slice=ours))[0]
 
-    expected = plain(step.micros for step in rank(RankSlice()))
+    expected = compare_key(step.micros for step in rank(RankSlice()))
     assert "nothing to do" not in caplog.text
     for world in (2, 3, 4):
-        whole = together(Ranks(world).run(rank))
-        assert plain(whole) == expected
+        whole = merge_ranks(Ranks(world).run(rank))
+        assert compare_key(whole) == expected
         assert [[micro.samples for micro in step] for step in whole] == [[2, 2, 1], [2, 2, 1], [1]]
         assert (f"5 samples are 3 micro-batches for {world} processes" in caplog.text) == (world != 3)
 
@@ -218,7 +218,7 @@ def test_global_batch_is_independent_of_world_size(caplog):
 def test_a_rank_loads_its_own_samples_only(kind):
     def rank(ours):
         loader = LOADERS[kind](11)
-        steps, _ = read(adapt_loader(loader, SEED, 3, rank_slice=ours))
+        steps, _ = read_steps(adapt_loader(loader, SEED, 3, rank_slice=ours))
         return [micro.samples for step in steps for micro in step.micros], len(loader.dataset.loaded)
 
     for own, loaded in Ranks(3).run(rank):
@@ -229,7 +229,7 @@ def test_a_rank_loads_its_own_samples_only(kind):
 def test_ranks_load_only_their_combined_batches(mode):
     def loaded(ours):
         loader = LOADERS[mode](11)
-        read(adapt_loader(loader, SEED, 2 * ours.world_size, rank_slice=ours))
+        read_steps(adapt_loader(loader, SEED, 2 * ours.world_size, rank_slice=ours))
         counts = [len(loader.iterables[name].dataset.loaded) for name in ("few", "many")]
         return [count - 2 for count in counts]  # The first batch of two draws random numbers, so Lumen makes it again.
 
@@ -242,7 +242,7 @@ def test_ranks_load_only_their_combined_batches(mode):
 # ---------------------------------------------------------------------- resume on another number of ranks
 
 
-def going_on(kind, samples, worlds, limit=None):
+def read_with_worlds(kind, samples, worlds, limit=None):
     """Return all batches of two epochs; another number of ranks reads each step, and the last one reads the rest."""
     position, given = Position(), []
     for epoch in range(2):
@@ -252,10 +252,10 @@ def going_on(kind, samples, worlds, limit=None):
 
             def rank(ours, world=world, epoch=epoch, position=position, steps=steps):
                 adapter = adapt_loader(LOADERS[kind](samples), SEED, world, rank_slice=ours)
-                return read(adapter, epoch, position, limit, steps)
+                return read_steps(adapter, epoch, position, limit, steps)
 
             ranks = Ranks(world).run(rank)
-            whole = together([steps for steps, _ in ranks])
+            whole = merge_ranks([steps for steps, _ in ranks])
             given += [(epoch, micro.index, micro.content) for step in whole for micro in step]
             positions = [after for _, after in ranks]
             assert all(each == positions[0] for each in positions)
@@ -267,9 +267,9 @@ def going_on(kind, samples, worlds, limit=None):
 @pytest.mark.parametrize(("samples", "limit"), [(11, None), (23, None), (23, 9)])
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
 def test_changed_world_size_resumes_with_remaining_batches(kind, samples, limit):
-    expected = going_on(kind, samples, [1], limit)
+    expected = read_with_worlds(kind, samples, [1], limit)
     for worlds in ([2, 4], [3, 1, 2]):
-        assert going_on(kind, samples, worlds, limit) == expected
+        assert read_with_worlds(kind, samples, worlds, limit) == expected
 
 
 # ---------------------------------------------------------------------- ranks that differ
@@ -287,22 +287,22 @@ def rank_seeded(rank):
 
 
 DIFFERENT = {
-    "more samples": lambda rank: DataLoader(numbers(20 + rank), 4),
-    "another order": lambda rank: DataLoader(numbers(20), 4, shuffle=True, generator=rank_seeded(rank)),
+    "more samples": lambda rank: DataLoader(make_numbers(20 + rank), 4),
+    "another order": lambda rank: DataLoader(make_numbers(20), 4, shuffle=True, generator=rank_seeded(rank)),
     "a sampler that shards": lambda rank: DataLoader(
-        numbers(20), 4, sampler=Ranked(range(20), num_replicas=2, rank=rank)
+        make_numbers(20), 4, sampler=Ranked(range(20), num_replicas=2, rank=rank)
     ),
     "a batch sampler that shards": lambda rank: DataLoader(
-        numbers(20), batch_sampler=list(BatchSampler(range(20), 4, drop_last=False))[rank::2]
+        make_numbers(20), batch_sampler=list(BatchSampler(range(20), 4, drop_last=False))[rank::2]
     ),
-    "no batching": lambda rank: DataLoader(numbers(20), batch_size=None, sampler=range(rank, 20, 2)),
-    "nothing on one rank": lambda rank: DataLoader(numbers(20 * rank), 4),
+    "no batching": lambda rank: DataLoader(make_numbers(20), batch_size=None, sampler=range(rank, 20, 2)),
+    "nothing on one rank": lambda rank: DataLoader(make_numbers(20 * rank), 4),
 }
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_different_data_raises_equally_on_all_ranks(kind):
-    results = Ranks(2).run(lambda ours: read(adapt_loader(DIFFERENT[kind](ours.rank), SEED, 2, rank_slice=ours)))
+    results = Ranks(2).run(lambda ours: read_steps(adapt_loader(DIFFERENT[kind](ours.rank), SEED, 2, rank_slice=ours)))
     for error in results:
         assert isinstance(error, DataError)
         assert "rank 1 has a different data set or order than rank 0: {" in str(error)
@@ -316,11 +316,11 @@ def test_different_data_raises_equally_on_all_ranks(kind):
         lambda rank: [torch.arange(2) + rank],
         lambda rank: [torch.arange(2)] * rank,
         lambda rank: [{"text": ["a", "b"], "label": np.arange(2) + rank}],
-        lambda rank: lumen.CombinedLoader([DataLoader(numbers(4), 2), [torch.arange(2) + rank]]),
+        lambda rank: lumen.CombinedLoader([DataLoader(make_numbers(4), 2), [torch.arange(2) + rank]]),
     ],
 )
 def test_undeclared_stream_shards_raise_equally_on_all_ranks(make):
-    results = Ranks(3).run(lambda ours: read(adapt_loader(make(ours.rank), SEED, 3, rank_slice=ours)))
+    results = Ranks(3).run(lambda ours: read_steps(adapt_loader(make(ours.rank), SEED, 3, rank_slice=ours)))
     for error in results:
         assert isinstance(error, DataError)
         assert "rank 1 has a different stream than rank 0" in str(error)
@@ -330,11 +330,11 @@ def test_undeclared_stream_shards_raise_equally_on_all_ranks(make):
 def test_random_sampler_is_equal_on_all_ranks():
     def rank(ours):
         torch.manual_seed(ours.rank)
-        return read(
-            adapt_loader(DataLoader(numbers(20), 4, sampler=RandomSampler(range(20))), SEED, 2, rank_slice=ours)
+        return read_steps(
+            adapt_loader(DataLoader(make_numbers(20), 4, sampler=RandomSampler(range(20))), SEED, 2, rank_slice=ours)
         )[0]
 
-    samples = [each for step in together(Ranks(2).run(rank)) for micro in step for each in micro.content[0]]
+    samples = [each for step in merge_ranks(Ranks(2).run(rank)) for micro in step for each in micro.content[0]]
     assert sorted(samples) == list(range(20))
 
 
@@ -407,7 +407,7 @@ def expected_samples(counts):
     return sorted(100 * rank + index for rank, count in enumerate(counts) for index in range(count))
 
 
-def flat(steps):
+def flatten_steps(steps):
     return [sample for step in steps for micro in step for sample in micro.content]
 
 
@@ -423,13 +423,13 @@ def test_self_sharding_streams_are_read_to_their_ends(counts, rounds, needs_dumm
 
     def rank(ours):
         adapter = adapt_loader(DataLoader(Part(counts, ours.rank), 1), SEED, rounds * world, rank_slice=ours)
-        first, _ = read(adapter, 0)
-        return first, read(adapter, 1)[0]
+        first, _ = read_steps(adapter, 0)
+        return first, read_steps(adapter, 1)[0]
 
     given = Ranks(world, needs_dummies=needs_dummies).run(rank)
     for epoch in range(2):
-        whole = together([each[epoch] for each in given], needs_dummies=needs_dummies)
-        assert sorted(flat(whole)) == expected_samples(counts)
+        whole = merge_ranks([each[epoch] for each in given], needs_dummies=needs_dummies)
+        assert sorted(flatten_steps(whole)) == expected_samples(counts)
         assert [len(step) for step in whole[:-1]] == [rounds * world] * (len(whole) - 1)
         assert [micro.index for step in whole for micro in step] == list(range(sum(counts)))
 
@@ -438,10 +438,10 @@ def test_self_sharding_streams_are_read_to_their_ends(counts, rounds, needs_dumm
 def test_batches_of_a_part_count_their_own_samples(batch_size):
     counts = [7, 2]
     given = Ranks(2).run(
-        lambda ours: read(adapt_loader(DataLoader(Part(counts, ours.rank), batch_size), SEED, 2, rank_slice=ours))
+        lambda ours: read_steps(adapt_loader(DataLoader(Part(counts, ours.rank), batch_size), SEED, 2, rank_slice=ours))
     )
-    whole = together([steps for steps, _ in given])
-    assert sorted(flat(whole)) == expected_samples(counts)
+    whole = merge_ranks([steps for steps, _ in given])
+    assert sorted(flatten_steps(whole)) == expected_samples(counts)
     assert {position.samples for _, position in given} == {9}
 
 
@@ -451,9 +451,9 @@ def test_limit_counts_batches_of_all_shards(kind, limit):
     counts = [2, 9]
     sets = [kind(counts, rank) for rank in range(2)]
     given = Ranks(2).run(
-        lambda ours: read(adapt_loader(DataLoader(sets[ours.rank], 1), SEED, 2, rank_slice=ours), limit=limit)[0]
+        lambda ours: read_steps(adapt_loader(DataLoader(sets[ours.rank], 1), SEED, 2, rank_slice=ours), limit=limit)[0]
     )
-    assert len(flat(together(given))) == min(limit, 11) == sum(part.loaded for part in sets)
+    assert len(flatten_steps(merge_ranks(given))) == min(limit, 11) == sum(part.loaded for part in sets)
 
 
 def parts_fit(kind, counts, world, *, steps=None, position=None, epoch=0, limit=None, accumulate=None, sets=None):
@@ -462,13 +462,13 @@ def parts_fit(kind, counts, world, *, steps=None, position=None, epoch=0, limit=
     def rank(ours):
         data = kind(counts, ours.rank, noise=True) if sets is None else sets[ours.rank]
         adapter = adapt_loader(DataLoader(data, 1), SEED, accumulate or world, rank_slice=ours)
-        return read(adapter, epoch, position, limit, steps)
+        return read_steps(adapter, epoch, position, limit, steps)
 
     given = Ranks(world).run(rank)
     for each in given:
         if isinstance(each, Exception):
             raise each
-    return plain(together([steps for steps, _ in given])), given[0][1]
+    return compare_key(merge_ranks([steps for steps, _ in given])), given[0][1]
 
 
 @pytest.mark.parametrize(("limit", "accumulate"), [(None, None), (3, None), (None, 1), (None, 5)])
@@ -524,10 +524,10 @@ def test_every_evaluation_restarts_the_shards():
     def rank(ours):
         data = ResumablePart([5, 2], ours.rank)
         adapter = adapt_loader(DataLoader(data, 1), SEED, 2, rank_slice=ours, rewinds=True)
-        return [read(adapter, 0, limit=limit)[0] for limit in (3, None, None)]
+        return [read_steps(adapter, 0, limit=limit)[0] for limit in (3, None, None)]
 
     given = Ranks(2).run(rank)
-    passes = [flat(together([each[number] for each in given])) for number in range(3)]
+    passes = [flatten_steps(merge_ranks([each[number] for each in given])) for number in range(3)]
     assert sorted(passes[1]) == sorted(passes[2]) == [1000, 1001, 1002, 1003, 1004, 1100, 1101]
     assert passes[0] == passes[1][:3]
 
@@ -545,8 +545,10 @@ def test_ranks_draw_differently_but_shard_equally():
             for file in files[self.rank :: 2]:
                 yield torch.tensor([file, float(torch.rand(()))])
 
-    given = Ranks(2).run(lambda ours: read(adapt_loader(DataLoader(Laid(ours.rank), 1), SEED, 2, rank_slice=ours))[0])
-    drawn = [sample for step in together(given) for micro in step for sample in micro.content]
+    given = Ranks(2).run(
+        lambda ours: read_steps(adapt_loader(DataLoader(Laid(ours.rank), 1), SEED, 2, rank_slice=ours))[0]
+    )
+    drawn = [sample for step in merge_ranks(given) for micro in step for sample in micro.content]
     assert sorted(file for file, _ in drawn) == list(range(8))
     assert len({noise for _, noise in drawn[2:]}) == 6
 
@@ -559,16 +561,16 @@ def test_workers_of_different_parts_draw_differently():
             yield float(torch.rand(()))
 
     given = Ranks(2).run(
-        lambda ours: read(adapt_loader(DataLoader(Noise(), 1, num_workers=1), SEED, 2, rank_slice=ours))[0]
+        lambda ours: read_steps(adapt_loader(DataLoader(Noise(), 1, num_workers=1), SEED, 2, rank_slice=ours))[0]
     )
-    assert len(set(flat(together(given)))) == 2
+    assert len(set(flatten_steps(merge_ranks(given)))) == 2
 
 
 def test_streams_split_by_node_are_read_as_shards():
     given = Ranks(2).run(
-        lambda ours: read(adapt_loader(DataLoader(Split([5, 3], ours.rank), 1), SEED, 2, rank_slice=ours))
+        lambda ours: read_steps(adapt_loader(DataLoader(Split([5, 3], ours.rank), 1), SEED, 2, rank_slice=ours))
     )
-    assert sorted(flat(together([steps for steps, _ in given]))) == expected_samples([5, 3])
+    assert sorted(flatten_steps(merge_ranks([steps for steps, _ in given]))) == expected_samples([5, 3])
 
 
 def test_custom_loader_may_shard_itself_and_have_length():
@@ -586,10 +588,10 @@ def test_custom_loader_may_shard_itself_and_have_length():
 
     def rank(ours):
         adapter = adapt_loader(Loader(ours.rank), SEED, 2, rank_slice=ours)
-        return read(adapter)[0], adapter.length, adapter.count_steps(None), adapter.count_steps(5)
+        return read_steps(adapter)[0], adapter.length, adapter.count_steps(None), adapter.count_steps(5)
 
     given = Ranks(2).run(rank)
-    assert sorted(flat(together([each[0] for each in given]))) == [0, 1, 2, 100, 101, 102, 103]
+    assert sorted(flatten_steps(merge_ranks([each[0] for each in given]))) == [0, 1, 2, 100, 101, 102, 103]
     assert {each[1:] for each in given} == {(7, 4, 3)}
 
 
@@ -598,30 +600,33 @@ def test_documented_stream_shards_are_read_once():
 
     def rank(ours):
         given = {"torch": torch}
-        exec(snippets()[2], given)
-        return read(
+        exec(find_programs()[2], given)
+        return read_steps(
             adapt_loader(DataLoader(given["Shards"](files, ours.rank, ours.world_size), 2), SEED, 3, rank_slice=ours)
         )[0]
 
-    assert sorted(flat(together(Ranks(3).run(rank)))) == [number for file in files for number in file]
+    assert sorted(flatten_steps(merge_ranks(Ranks(3).run(rank)))) == [number for file in files for number in file]
 
 
 def test_identical_shards_warn_once_per_rank(caplog):
     Ranks(2).run(
         lambda ours: [
-            read(adapter) for adapter in [adapt_loader(DataLoader(Part([4, 4], 0), 1), SEED, 2, rank_slice=ours)] * 2
+            read_steps(adapter)
+            for adapter in [adapt_loader(DataLoader(Part([4, 4], 0), 1), SEED, 2, rank_slice=ours)] * 2
         ]
     )
     assert caplog.text.count("every rank reads the same first batch") == 2  # one sample per rank
     caplog.clear()
-    Ranks(2).run(lambda ours: read(adapt_loader(DataLoader(Part([4, 4], ours.rank), 1), SEED, 2, rank_slice=ours)))
+    Ranks(2).run(
+        lambda ours: read_steps(adapt_loader(DataLoader(Part([4, 4], ours.rank), 1), SEED, 2, rank_slice=ours))
+    )
     assert "same first batch" not in caplog.text
 
 
 def test_parts_among_several_training_loaders_are_an_error():
     def rank(ours):
         return adapt_loader(
-            [DataLoader(numbers(8), 2), DataLoader(Part([4, 4], ours.rank), 2)], SEED, 2, rank_slice=ours
+            [DataLoader(make_numbers(8), 2), DataLoader(Part([4, 4], ours.rank), 2)], SEED, 2, rank_slice=ours
         )
 
     for error in Ranks(2).run(rank):
@@ -641,13 +646,13 @@ class Kept(lumen.TaskModule):
         self.trained, self.validated = [], []
 
     def on_train_batch_start(self, batch, batch_idx):
-        self.trained.append((self.current_epoch, batch_idx, content(batch)))
+        self.trained.append((self.current_epoch, batch_idx, make_plain_batch(batch)))
 
     def training_step(self, batch):
         return (self.weight - 1).square()
 
     def validation_step(self, batch, batch_idx):
-        self.validated.append((self.current_epoch, batch_idx, content(batch)))
+        self.validated.append((self.current_epoch, batch_idx, make_plain_batch(batch)))
         self.log("mean", batch.double().mean())
 
     def configure_optimizers(self):
@@ -674,12 +679,12 @@ def begin(folder, kind, steps, samples=11):
     return fit(folder, kind, {"max_steps": steps, "callbacks": [Saving(steps, folder / "step")]}, samples)
 
 
-def go_on(folder, kind, samples=11):
+def resume_training(folder, kind, samples=11):
     """Resume and train the rest."""
     return fit(folder, kind, {"resume": folder / "step"}, samples)
 
 
-def all_of(results, place=0):
+def join_ranks(results, place=0):
     return sorted((each for result in results for each in result[place]), key=lambda each: each[:2])
 
 
@@ -689,21 +694,21 @@ def all_of(results, place=0):
 def test_real_processes_train_on_each_batch_once(group, tmp_path, kind):
     results = group(2).run(fit, tmp_path, kind)
     alone = fit(tmp_path, kind, {"accumulate_grad_batches": 2})
-    assert all_of(results) == alone[0]
+    assert join_ranks(results) == alone[0]
     assert {result[2] for result in results} == {alone[2]}
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "a batch sampler", "a stream with a state", "max_size_cycle"])
 def test_real_ranks_resume_mid_epoch_with_another_count(group, tmp_path, kind):
     begun = group(2).run(begin, tmp_path, kind, 2)
-    assert {index for _, index, _ in all_of(begun)} == {0, 1, 2, 3}
-    rest = group(3).run(go_on, tmp_path, kind)
-    assert all_of([*begun, *rest]) == fit(tmp_path, kind)[0]
+    assert {index for _, index, _ in join_ranks(begun)} == {0, 1, 2, 3}
+    rest = group(3).run(resume_training, tmp_path, kind)
+    assert join_ranks([*begun, *rest]) == fit(tmp_path, kind)[0]
 
 
 def test_real_ranks_train_validate_and_resume_on_shards(group, tmp_path):
     whole = group(2).run(fit, tmp_path, "parts")
-    trained, validated = all_of(whole), all_of(whole, 1)
+    trained, validated = join_ranks(whole), join_ranks(whole, 1)
     for given in (trained, validated):
         for epoch in range(2):
             indices, samples = zip(*((index, sample) for of, index, [sample] in given if of == epoch), strict=True)
@@ -712,9 +717,9 @@ def test_real_ranks_train_validate_and_resume_on_shards(group, tmp_path):
     mean = sum(sample for _, _, [sample] in validated[7:]) / 7
     assert [result[3] for result in whole] == pytest.approx([mean, mean])
     begun = group(2).run(begin, tmp_path, "parts", 6)
-    rest = group(2).run(go_on, tmp_path, "parts")
-    assert all_of([*begun, *rest]) == trained
-    for said in group(3).run(refusal, DataError, go_on, tmp_path, "parts"):
+    rest = group(2).run(resume_training, tmp_path, "parts")
+    assert join_ranks([*begun, *rest]) == trained
+    for said in group(3).run(catch_message, DataError, resume_training, tmp_path, "parts"):
         assert "which 2 processes read in parts, but now there are 3" in said
 
 

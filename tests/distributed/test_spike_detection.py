@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lumen
-from tests.helpers.sharded import whole
+from tests.helpers.sharded import unshard
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -31,7 +31,7 @@ def fit(path, strategy, **detecting):
         path, max_epochs=4, callbacks=[detection, *[saver] * goes_back], gradient_clip_val=0.5, **options
     )
     trainer.fit(task, loader(75, 4, dtype=torch.float64))
-    parameters = [whole(each).tolist() for each in task.parameters()]
+    parameters = [unshard(each).tolist() for each in task.parameters()]
     return parameters, detection.state_dict(), trainer.global_step, trainer.progress.left_out
 
 

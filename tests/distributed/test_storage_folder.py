@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lumen.distributed.processes import Processes
-from tests.helpers.checkpoints import small
+from tests.helpers.checkpoints import save_small
 from tests.helpers.storage_folder import verify
 
 
@@ -16,5 +16,5 @@ def verify_together(folder, removing):
 @pytest.mark.parametrize("removing", [0, 1])
 def test_checkpoint_removed_during_verification_is_no_damage(group, tmp_path, removing):
     for step in (1, 2):
-        small(tmp_path / f"step-{step}")
+        save_small(tmp_path / f"step-{step}")
     assert group(2).run(verify_together, tmp_path, removing) == ["step-3"] * 2

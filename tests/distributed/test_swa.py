@@ -5,7 +5,7 @@ from torch import nn
 
 import lumen
 from tests.helpers.group import assert_equal
-from tests.helpers.swa import Scheduled, average
+from tests.helpers.swa import Scheduled, train_with_swa
 
 
 class Plain(Scheduled):
@@ -21,7 +21,7 @@ class Plain(Scheduled):
 
 def train(folder, strategy, steps=None):
     swa = lumen.SWA(0.02, 3, 2)
-    end, trainer = average(folder, swa, steps=steps, task=Plain(), strategy=strategy, global_batch_size=8)
+    end, trainer = train_with_swa(folder, swa, steps=steps, task=Plain(), strategy=strategy, global_batch_size=8)
     return end | {"val_loss": trainer.newest_values["val_loss"]}
 
 

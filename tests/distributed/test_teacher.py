@@ -5,7 +5,7 @@ import torch
 
 import lumen
 from tests.helpers.byol import ByHand, Byol
-from tests.helpers.sharded import lists
+from tests.helpers.sharded import list_tensors
 from tests.helpers.tasks import loader, quiet_trainer
 
 STRATEGIES = {
@@ -26,7 +26,7 @@ def train(folder, strategy, max_steps=6, kind=Byol):
     trainer.fit(task, data, loader(20, shuffle=False, dtype=torch.float64) if kind is Byol else None)
     seen = trainer.newest_values["val_loss"] if kind is Byol else 0.0
     sizes = [each.to_local().numel() for each in task.teacher.parameters() if hasattr(each, "to_local")]
-    return seen, lists(task.state_dict()), sum(sizes)
+    return seen, list_tensors(task.state_dict()), sum(sizes)
 
 
 def close(ours, theirs):

@@ -38,7 +38,7 @@ def test_values_of_one_loader_are_returned_only_there(group, tmp_path, world):
         ]
 
 
-def cramped(folder, method, fits):
+def evaluate_cramped(folder, method, fits):
     trainer = bare_trainer(folder, strategy="auto", halve_on_oom=True)
     return getattr(trainer, method)(Cramped(fits), loader(50, 16, shuffle=False, dtype=torch.float64))
 
@@ -46,8 +46,8 @@ def cramped(folder, method, fits):
 def test_halved_evaluation_batches_give_the_same_values(group, tmp_path):
     """50 = 3 * 16 + 2: the second process halves one batch, and its other batch fits."""
     full = full_loss(Cramped(50), 50)
-    for values in group(2).run(cramped, tmp_path, "validate", 3):
+    for values in group(2).run(evaluate_cramped, tmp_path, "validate", 3):
         assert values == [{"val_loss": pytest.approx(full, rel=1e-12)}]
-    whole, halved = (group(2).run(cramped, tmp_path, "predict", fits)[0] for fits in (16, 4))
+    whole, halved = (group(2).run(evaluate_cramped, tmp_path, "predict", fits)[0] for fits in (16, 4))
     assert [len(each) for each in halved] == [16, 16, 16, 2]
     torch.testing.assert_close(torch.cat(halved), torch.cat(whole), rtol=1e-12, atol=1e-14)

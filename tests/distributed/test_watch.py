@@ -7,11 +7,11 @@ import pytest
 
 import lumen
 from tests.helpers.tasks import Regression, loader, quiet_trainer
-from tests.helpers.watch import WHERE, stuck_fit
+from tests.helpers.watch import WHERE, fit_until_stuck
 
 
-def stuck_on_ranks(folder):
-    steps, texts = stuck_fit(Path(folder), 0, lumen.DDP(timeout_s=10, startup_timeout_s=10), range(16))
+def fit_stuck_on_ranks(folder):
+    steps, texts = fit_until_stuck(Path(folder), 0, lumen.DDP(timeout_s=10, startup_timeout_s=10), range(16))
     return steps, bool(texts) and bool(WHERE.search(texts[0]))
 
 
@@ -28,4 +28,4 @@ def test_limits_of_processes_may_be_infinite(tmp_path, group):
 
 @pytest.mark.slow
 def test_processes_that_all_wait_for_data_say_where(tmp_path, group):
-    assert group(2).run(stuck_on_ranks, str(tmp_path)) == [(4, True)] * 2
+    assert group(2).run(fit_stuck_on_ranks, str(tmp_path)) == [(4, True)] * 2

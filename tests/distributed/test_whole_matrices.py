@@ -10,8 +10,8 @@ import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import ConfigError
 from lumen.optim import WholeMatrices
-from tests.helpers.checkpoints import same, tensors_of
-from tests.helpers.sharded import lists
+from tests.helpers.checkpoints import is_same_tensor, read_tensors
+from tests.helpers.sharded import list_tensors
 from tests.helpers.tasks import Saving, bare_trainer, loader, quiet_trainer
 from tests.helpers.whole_matrices import KINDS, Matrices
 
@@ -31,12 +31,12 @@ def train(folder, strategy, kind, max_steps=8):
     trainer.fit(task, loader(50, 4, dtype=torch.float64))
     state = trainer.optimizers[0].state[task.net[0].weight]
     held = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim == 2]
-    return lists(dict(task.named_parameters())), [hasattr(each, "to_local") for each in held]
+    return list_tensors(dict(task.named_parameters())), [hasattr(each, "to_local") for each in held]
 
 
-def contents(folder):
+def read_contents(folder):
     checkpoint = Checkpoint.open(find_checkpoints(folder / "runs" / "run" / "checkpoints")[-1])
-    return tensors_of(checkpoint.path, "model", "optimizer"), checkpoint.state["optimizer"]
+    return read_tensors(checkpoint.path, "model", "optimizer"), checkpoint.state["optimizer"]
 
 
 def close(ours, theirs):
@@ -53,7 +53,7 @@ def test_several_processes_make_the_updates_of_one(group, tmp_path, kind):
             close(found, alone)
             assert cut
             assert all(cut) == (strategy != "ddp")
-        theirs, ours = contents(tmp_path / strategy), contents(tmp_path / "alone")
+        theirs, ours = read_contents(tmp_path / strategy), read_contents(tmp_path / "alone")
         assert theirs[0].keys() == ours[0].keys()
         assert theirs[1] == ours[1]  # including counters and options
         for name, each in ours[0].items():
@@ -77,7 +77,7 @@ def read(root, source, strategy, kind):
     trainer = bare_trainer(root, **options)
     task = Matrices(kind)
     trainer.fit(task, loader(50, 4, dtype=torch.float64))
-    return lists(dict(task.named_parameters()))
+    return list_tensors(dict(task.named_parameters()))
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
@@ -96,7 +96,7 @@ def test_any_strategy_resumes_from_any_other(group, tmp_path, kind):
         for section in ("model", "optimizer"):
             names = checkpoints[0].list_tensor_names(section)
             assert sorted(names) == sorted(checkpoints[1].list_tensor_names(section))
-            assert all(same(*(each.read_tensor(section, name) for each in checkpoints)) for name in names)
+            assert all(is_same_tensor(*(each.read_tensor(section, name) for each in checkpoints)) for name in names)
         close(found, alone)
 
 
@@ -106,7 +106,7 @@ def test_resumed_fsdp_run_is_exact(group, tmp_path, kind):
     for steps in (3, 6, 8):
         parts = group(2).run(train, tmp_path / "parts", "fsdp", kind, steps)
     assert parts == whole
-    assert same(contents(tmp_path / "parts")[0], contents(tmp_path / "whole")[0])
+    assert is_same_tensor(read_contents(tmp_path / "parts")[0], read_contents(tmp_path / "whole")[0])
 
 
 class Averaging(Matrices):
@@ -136,7 +136,7 @@ class Counting(Optimizer):
                 p.sub_(p.grad, alpha=group["lr"])
 
 
-def refusals():
+def list_refusals():
     found = []
     for place in ("attribute", "state", "group"):
         net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
@@ -150,11 +150,11 @@ def refusals():
 
 
 def test_state_of_all_parameters_together_is_refused(group):
-    for found in group(2).run(refusals):
+    for found in group(2).run(list_refusals):
         assert [each.partition(" of all")[0] for each in found] == ["WholeMatrices: Counting keeps calls"] * 3
 
 
-def refused(folder):
+def catch_error(folder):
     with pytest.raises(ConfigError, match=r"Use lumen.optim.WholeMatrices\(torch.optim.Muon\(...\)\)"):
         bare_trainer(folder, strategy="fsdp", max_steps=1).fit(Matrices("Muon", False), loader(dtype=torch.float64))
     with pytest.raises(RuntimeError) as caught:
@@ -163,4 +163,4 @@ def refused(folder):
 
 
 def test_optimizers_that_need_whole_parameters_are_named(group, tmp_path):
-    group(2).run(refused, tmp_path)
+    group(2).run(catch_error, tmp_path)

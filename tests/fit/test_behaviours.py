@@ -138,8 +138,17 @@ import lumen
 from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS
 from tests.helpers import ROOT
-from tests.helpers.tables import rows_of
-from tests.helpers.tasks import FEATURES, Regression, Seeing, bare_trainer, loader, numbers, plain, quiet_trainer
+from tests.helpers.tables import read_rows
+from tests.helpers.tasks import (
+    FEATURES,
+    Regression,
+    Seeing,
+    as_lists,
+    bare_trainer,
+    loader,
+    make_numbers,
+    quiet_trainer,
+)
 
 # ---------------------------------------------------------------------- the table above
 
@@ -337,7 +346,7 @@ def test_empty_epoch_of_a_stream_warns_and_continues(tmp_path, caplog, has_lengt
         Stream.__len__ = lambda self: 4
     task, trainer = Seeing(), bare_trainer(tmp_path, max_epochs=3, log_level="WARNING")
     trainer.fit(task, DataLoader(Stream(), 2, num_workers=workers))
-    assert {epoch: plain(batches) for epoch, batches in task.epochs.items()} == {
+    assert {epoch: as_lists(batches) for epoch, batches in task.epochs.items()} == {
         0: [[0, 1], [2, 3]], 2: [[0, 1], [2, 3]]
     }  # fmt: skip
     assert (trainer.global_step, trainer.current_epoch) == (4, 3)
@@ -364,7 +373,7 @@ def test_endless_evaluation_loaders_need_only_a_count(tmp_path, stage):
     def run(limit):
         trainer = bare_trainer(tmp_path, max_epochs=2, **{f"limit_{name}_batches": limit})
         if stage == "fit":
-            trainer.fit(task, DataLoader(numbers(4), 4), val_dataloaders=data)
+            trainer.fit(task, DataLoader(make_numbers(4), 4), val_dataloaders=data)
         else:
             getattr(trainer, stage)(task, data[:1])
 
@@ -383,19 +392,19 @@ class Counting(lumen.DataModule):
 
     def train_dataloader(self):
         self.made.append("train")
-        return DataLoader(numbers(8), 4)
+        return DataLoader(make_numbers(8), 4)
 
     def val_dataloader(self):
         self.made.append("val")
-        return DataLoader(numbers(8), 4)
+        return DataLoader(make_numbers(8), 4)
 
     def test_dataloader(self):
         self.made.append("test")
-        return DataLoader(numbers(8), 4)
+        return DataLoader(make_numbers(8), 4)
 
     def predict_dataloader(self):
         self.made.append("predict")
-        return DataLoader(numbers(8), 4)
+        return DataLoader(make_numbers(8), 4)
 
 
 @pytest.mark.parametrize(
@@ -436,12 +445,12 @@ def test_no_worker_of_an_evaluation_outlives_it(tmp_path, stage, fails, persiste
 
         test_step = predict_step = validation_step
 
-    data = DataLoader(numbers(8), 4, num_workers=1, persistent_workers=persistent)
+    data = DataLoader(make_numbers(8), 4, num_workers=1, persistent_workers=persistent)
     task, trainer = Failing(), bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=2 * (stage == "sanity"))
 
     def run():
         if stage in ("sanity", "fit"):
-            trainer.fit(task, DataLoader(numbers(8), 4), val_dataloaders=data)
+            trainer.fit(task, DataLoader(make_numbers(8), 4), val_dataloaders=data)
         else:
             getattr(trainer, stage)(task, data)
 
@@ -457,13 +466,13 @@ def test_no_worker_of_an_evaluation_outlives_it(tmp_path, stage, fails, persiste
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_evaluation_reads_each_sample_once_in_fixed_order(tmp_path, stage):
     """A sampler for several processes would skip half of the samples."""
-    data = numbers(10)
+    data = make_numbers(10)
     for sampler in ({"sampler": DistributedSampler(data, num_replicas=2, rank=1)}, {"shuffle": True}):
         task, batches = Validated(), DataLoader(data, 4, **sampler)
         trainer = bare_trainer(tmp_path, max_epochs=3, num_sanity_val_steps=0)
         for _ in range(1 if stage == "fit" else 3):
             if stage == "fit":
-                trainer.fit(task, DataLoader(numbers(4), 4), val_dataloaders=batches)
+                trainer.fit(task, DataLoader(make_numbers(4), 4), val_dataloaders=batches)
             else:
                 getattr(trainer, stage)(task, batches)
         assert len(task.evaluated) == 3
@@ -486,7 +495,10 @@ def test_predictions_have_batch_and_loader_indices(tmp_path, workers):
             return 2 * batch[0]
 
     writer = Writer()
-    loaders = [DataLoader(numbers(5), 2, num_workers=workers), DataLoader(numbers(3), batch_sampler=[[2], [0, 1]])]
+    loaders = [
+        DataLoader(make_numbers(5), 2, num_workers=workers),
+        DataLoader(make_numbers(3), batch_sampler=[[2], [0, 1]]),
+    ]
     predictions = bare_trainer(tmp_path, callbacks=[writer]).predict(Doubling(), loaders)
     assert writer.written == [
         (0, 0, [0, 1], [0, 2]), (0, 1, [2, 3], [4, 6]), (0, 2, [4], [8]), (1, 0, [2], [4]), (1, 1, [0, 1], [0, 2])
@@ -547,19 +559,19 @@ def fit(trainer, task, validate=True):
     tensors = {name: tensor.tolist() for name, tensor in task.state_dict().items()}
     optimizer = trainer.optimizers[0].state_dict()
     moments = [[value.tolist() for value in entry.values()] for entry in optimizer["state"].values()]
-    rows = rows_of(trainer.run_directory / "metrics.csv")
+    rows = read_rows(trainer.run_directory / "metrics.csv")
     return tensors, moments, optimizer["param_groups"], rows, trainer.global_step, trainer.current_epoch
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def uninterrupted_states(tmp_path_factory):
     """Return the final states of runs without and with validation."""
     return [fit(saving_trainer(tmp_path_factory.mktemp("whole")), Rich(), validate) for validate in (False, True)]
 
 
 @pytest.mark.parametrize("step", range(1, 7))
 @pytest.mark.parametrize("validate", [False, True])
-def test_run_stopped_at_any_step_resumes_exactly(tmp_path, undisturbed, validate, step):
+def test_run_stopped_at_any_step_resumes_exactly(tmp_path, uninterrupted_states, validate, step):
     class Stop(lumen.Callback):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
             if trainer.global_step == step and trainer.run.ending.vote.requested_signal is None:
@@ -569,7 +581,7 @@ def test_run_stopped_at_any_step_resumes_exactly(tmp_path, undisturbed, validate
     with pytest.raises(KeyboardInterrupt):
         fit(trainer, Rich(), validate)
     assert trainer.global_step == step
-    assert fit(saving_trainer(tmp_path), Rich(), validate) == undisturbed[validate]
+    assert fit(saving_trainer(tmp_path), Rich(), validate) == uninterrupted_states[validate]
 
 
 BEFORE_TRAINING = (
@@ -586,7 +598,7 @@ PLACES = {
 }  # fmt: skip
 
 
-def failing(base, name):
+def make_failing(base, name):
     """Return an object with one failing method: in the second epoch, or at once if called before training only."""
     since = 0 if name in BEFORE_TRAINING else 3 if name == "on_train_epoch_start" else 4
 
@@ -603,8 +615,8 @@ def failing(base, name):
 
 
 @pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in PLACES.items() for name in names])
-def test_exception_anywhere_leaves_a_run_that_resumes_exactly(tmp_path, undisturbed, owner, name):
-    broken = failing(owner, name)
+def test_exception_anywhere_leaves_a_run_that_resumes_exactly(tmp_path, uninterrupted_states, owner, name):
+    broken = make_failing(owner, name)
     trainer = saving_trainer(tmp_path, *([broken] if owner is lumen.Callback else []))
     task = Rich() if owner is lumen.Callback else broken
     with pytest.raises(Failure, match=name):
@@ -612,4 +624,4 @@ def test_exception_anywhere_leaves_a_run_that_resumes_exactly(tmp_path, undistur
     assert trainer.global_step == task.updates
     assert all(module.training for module in task.modules())
     again = saving_trainer(tmp_path) if owner is lumen.Callback else trainer
-    assert fit(again, Rich()) == undisturbed[True]
+    assert fit(again, Rich()) == uninterrupted_states[True]

@@ -17,7 +17,7 @@ from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.precision import Float16
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.pages import snippets
+from tests.helpers.pages import find_programs
 from tests.helpers.tasks import FEATURES, Regression, loader, network, quiet_trainer, regression_data, weights
 
 DOCS = (ROOT / "docs/guides/precision.md").read_text()
@@ -176,7 +176,7 @@ trainer:
 """
 
 
-def trained(tmp_path, *words, config=SCALED):
+def train_from_config(tmp_path, *words, config=SCALED):
     """Return the precision of a run from a config."""
     (tmp_path / "scaled.yaml").write_text(config)
     assert main(["fit", "--config", str(tmp_path / "scaled.yaml"), *words]) == 0
@@ -184,11 +184,11 @@ def trained(tmp_path, *words, config=SCALED):
 
 
 def test_a_config_sets_the_scaler(tmp_path, capsys):
-    assert trained(tmp_path).state_dict()["scale"] == 4096.0
+    assert train_from_config(tmp_path).state_dict()["scale"] == 4096.0
     option = "--trainer.precision.init_args.init_scale"
-    assert trained(tmp_path, option, "16").state_dict()["scale"] == 64.0
+    assert train_from_config(tmp_path, option, "16").state_dict()["scale"] == 64.0
     with pytest.raises(AssertionError):
-        trained(tmp_path, option, "much")
+        train_from_config(tmp_path, option, "much")
     assert "expected float, found 'much'" in capsys.readouterr().err
 
 
@@ -291,7 +291,7 @@ class Bare(lumen.Precision):
 
 def test_config_may_name_a_custom_precision(tmp_path):
     named = f"precision: {{class_path: {__name__}.StaticScale, init_args: {{scale: 4}}}}"
-    strange = trained(tmp_path, config=re.sub("precision: .*", named, SCALED))
+    strange = train_from_config(tmp_path, config=re.sub("precision: .*", named, SCALED))
     assert (type(strange), strange.scale, strange.optimizer_steps) == (StaticScale, 4, 2)
 
 
@@ -549,8 +549,8 @@ def test_a_part_without_autocast_computes_what_float32_computes(tmp_path, precis
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_documentation_runs_as_shown(tmp_path, precision):
-    trainer_block, task_block, own_block = snippets("docs/guides/precision.md")
-    _, attention_block = snippets("docs/guides/compile.md")
+    trainer_block, task_block, own_block = find_programs("docs/guides/precision.md")
+    _, attention_block = find_programs("docs/guides/compile.md")
     names = {"__name__": "documentation"}
     exec(task_block, names)
     fit(tmp_path, names["Classifier"](), precision=precision)
@@ -567,7 +567,7 @@ def test_the_documentation_runs_as_shown(tmp_path, precision):
 
 def test_documented_precision_equals_fp32(tmp_path):
     names = {"__name__": "documentation", "lumen": lumen}
-    exec(snippets("docs/guides/precision.md")[2], names)
+    exec(find_programs("docs/guides/precision.md")[2], names)
     plain, scaled = Regression(), Regression()
     fit(tmp_path, plain, gradient_clip_val=0.5)
     fit(tmp_path, scaled, gradient_clip_val=0.5, precision=names["StaticScale"](64.0))
@@ -588,7 +588,7 @@ def test_the_page_has_every_member_of_a_precision():
 def test_the_documented_config_is_read(tmp_path, config):
     precision = yaml.safe_load(config)["trainer"]["precision"]
     text = re.sub("precision: .*", f"precision: {json.dumps(precision)}", SCALED)
-    assert trained(tmp_path, config=text).state_dict()["growth_interval"] == 500
+    assert train_from_config(tmp_path, config=text).state_dict()["growth_interval"] == 500
 
 
 # ---------------------------------------------------------------------- float32 matrices, cuDNN

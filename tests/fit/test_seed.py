@@ -9,18 +9,18 @@ import torch
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.seed import order, trainer_of
+from tests.helpers.seed import make_trainer, train_and_read_order
 from tests.helpers.tasks import Regression, loader, weights
 
 
 def test_same_seed_gives_the_same_order(tmp_path):
     lumen.seed_everything(123, workers=True)
-    first = order(trainer_of(tmp_path))
+    first = train_and_read_order(make_trainer(tmp_path))
     lumen.seed_everything(123)
-    assert order(trainer_of(tmp_path)) == first
+    assert train_and_read_order(make_trainer(tmp_path)) == first
     assert first[0] == 123
-    assert order(trainer_of(tmp_path)) == first, "a second fit of the process has the seed too"
-    assert order(trainer_of(tmp_path, seed=123)) == first, "as the trainer's own argument"
+    assert train_and_read_order(make_trainer(tmp_path)) == first, "a second fit of the process has the seed too"
+    assert train_and_read_order(make_trainer(tmp_path, seed=123)) == first, "as the trainer's own argument"
 
 
 def test_a_run_repeats_where_torch_is_seeded(tmp_path):
@@ -30,7 +30,7 @@ def test_a_run_repeats_where_torch_is_seeded(tmp_path):
         if seed is not None:
             torch.manual_seed(seed)
             np.random.seed(0)
-        return order(trainer_of(tmp_path))
+        return train_and_read_order(make_trainer(tmp_path))
 
     first, second = drawn(7), drawn()
     assert (drawn(7), drawn()) == (first, second)
@@ -42,12 +42,12 @@ def test_a_run_repeats_where_torch_is_seeded(tmp_path):
 
 
 def test_trainer_seed_wins_over_last_seed_everything(tmp_path):
-    early = trainer_of(tmp_path)
+    early = make_trainer(tmp_path)
     lumen.seed_everything(1)
     lumen.seed_everything(2)
-    assert order(early)[0] == 2, "a trainer may be built before"
-    assert order(trainer_of(tmp_path, seed=5))[0] == 5
-    assert order(trainer_of(tmp_path))[0] == 2
+    assert train_and_read_order(early)[0] == 2, "a trainer may be built before"
+    assert train_and_read_order(make_trainer(tmp_path, seed=5))[0] == 5
+    assert train_and_read_order(make_trainer(tmp_path))[0] == 2
 
 
 def test_a_model_built_after_it_is_the_same(tmp_path):
@@ -61,16 +61,16 @@ def test_a_model_built_after_it_is_the_same(tmp_path):
 def test_seed_is_recorded_and_used_on_resume(tmp_path):
     lumen.seed_everything(123)
     task, data = Regression(dropout=0.3), loader()
-    trainer_of(tmp_path, max_epochs=2).fit(task, data)
+    make_trainer(tmp_path, max_epochs=2).fit(task, data)
     expected = weights(task)
-    trainer_of(tmp_path / "again").fit(Regression(dropout=0.3), data)
-    resumed, task = trainer_of(tmp_path / "again", max_epochs=2, resume="auto"), Regression(dropout=0.3)
+    make_trainer(tmp_path / "again").fit(Regression(dropout=0.3), data)
+    resumed, task = make_trainer(tmp_path / "again", max_epochs=2, resume="auto"), Regression(dropout=0.3)
     resumed.fit(task, data)
     assert resumed.run.checkpoint.state["seed"] == 123
     assert torch.equal(weights(task), expected)
     lumen.seed_everything(124)
     with pytest.raises(ConfigError, match="seed_everything: 124 is not the seed 123 of"):
-        trainer_of(tmp_path / "again", max_epochs=3, resume="auto").fit(task, data)
+        make_trainer(tmp_path / "again", max_epochs=3, resume="auto").fit(task, data)
 
 
 def test_missing_seed_is_0_with_optional_warning(caplog):

@@ -11,13 +11,13 @@ from torch import nn
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.tasks import Regression, backward, bare_trainer, loader, network, quiet_trainer
+from tests.helpers.tasks import Regression, backpropagate, bare_trainer, loader, network, quiet_trainer
 
 
 def test_grad_norm_returns_each_and_total():
     net = network(dtype=torch.float64)
     assert lumen.grad_norm(net, 2) == {}
-    backward(net)
+    backpropagate(net)
     net[0].bias.grad = None
     every = torch.cat([each.grad.flatten() for each in net.parameters() if each.grad is not None])
     for kind in (1, 2.0, "inf"):

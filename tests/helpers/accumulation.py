@@ -5,7 +5,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.sharded import whole
+from tests.helpers.sharded import unshard
 from tests.helpers.tasks import Regression, quiet_trainer, regression_data
 
 BATCH, SAMPLES = 4, 30  # eight micro-batches, the last one with two samples
@@ -13,7 +13,7 @@ SCHEDULE = {0: 1, 1: 3, 3: 8, 4: 2}
 STEPS = (8, 3, 3, 1, 4)  # of the first five epochs
 
 
-class Growing(Regression):
+class RecordsWindows(Regression):
     """Task that records the numbers of the samples of each micro-batch, by epoch and step."""
 
     def __init__(self, dropout=0.0):
@@ -39,28 +39,28 @@ class Growing(Regression):
         return [list(steps.values()) for steps in epochs.values()]
 
 
-def dataset(samples=SAMPLES):
+def make_dataset(samples=SAMPLES):
     return TensorDataset(*regression_data(samples, torch.float64), torch.arange(samples))
 
 
 def loader(samples=SAMPLES, **options):
-    return DataLoader(dataset(samples), BATCH, **{"shuffle": True} | options)
+    return DataLoader(make_dataset(samples), BATCH, **{"shuffle": True} | options)
 
 
-def grow(folder, data=None, dropout=0.0, **options):
+def train_with_schedule(folder, data=None, dropout=0.0, **options):
     """Train five epochs, with the schedule unless the options override it."""
-    task = Growing(dropout)
+    task = RecordsWindows(dropout)
     options = {"max_epochs": len(STEPS), "accumulate_grad_batches": SCHEDULE} | options
     trainer = quiet_trainer(folder, **options)
     trainer.fit(task, loader() if data is None else data)
     return trainer, task
 
 
-def by_hand(task):
+def train_by_hand(task):
     """Return the network after a plain loop over the same micro-batches."""
-    net = Growing().net
+    net = RecordsWindows().net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    inputs, targets, _ = dataset().tensors
+    inputs, targets, _ = make_dataset().tensors
     steps = {}
     for epoch, step, numbers in task.seen:
         steps.setdefault((epoch, step), []).append(numbers)
@@ -75,14 +75,14 @@ def by_hand(task):
     return net
 
 
-def state(trainer, task):
+def read_state(trainer, task):
     """Return parameters, optimizer state and counters as plain data."""
     tensors = [*task.parameters()]
     for each in trainer.optimizers[0].state.values():
         tensors += [value for value in each.values() if isinstance(value, torch.Tensor)]
-    return [whole(each).numpy().tobytes() for each in tensors] + [trainer.global_step, trainer.current_epoch]
+    return [unshard(each).numpy().tobytes() for each in tensors] + [trainer.global_step, trainer.current_epoch]
 
 
-def values(task):
+def list_parameters(task):
     """Return all parameters, as lists."""
-    return [whole(each).tolist() for each in task.parameters()]
+    return [unshard(each).tolist() for each in task.parameters()]

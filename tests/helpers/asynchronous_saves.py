@@ -57,7 +57,7 @@ class SlowDisk:
         return self.threads - {threading.main_thread()} != set()
 
 
-class At(lumen.Callback):
+class CallAtSteps(lumen.Callback):
     """Callback that calls a function at the end of given steps, before the checkpoint is saved."""
 
     def __init__(self, **actions):
@@ -68,7 +68,7 @@ class At(lumen.Callback):
             action(trainer)
 
 
-def saving(**options):
+def make_saver(**options):
     return lumen.ModelCheckpoint(
         **({"every_n_epochs": 0, "every_n_train_steps": 4, "at_end": False, "asynchronous": True} | options)
     )
@@ -80,15 +80,15 @@ def fit(tmp_path, callbacks, task=None, **options):
     return trainer
 
 
-def folder(tmp_path):
+def get_checkpoint_folder(tmp_path):
     return tmp_path / "runs/run/checkpoints"
 
 
-def names(tmp_path):
-    return sorted(path.name for path in folder(tmp_path).iterdir())
+def list_checkpoints(tmp_path):
+    return sorted(path.name for path in get_checkpoint_folder(tmp_path).iterdir())
 
 
-def files(checkpoint):
+def read_files(checkpoint):
     return {path.relative_to(checkpoint): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
 
 
@@ -122,11 +122,11 @@ class Watched(lumen.Callback):
             wait_until_announced(trainer)
 
 
-def put_a_file_in_the_way(tmp_path, trainer):
-    folder(tmp_path).rename(tmp_path / "moved")
-    folder(tmp_path).write_text("in the way")
+def block_path_with_file(tmp_path, trainer):
+    get_checkpoint_folder(tmp_path).rename(tmp_path / "moved")
+    get_checkpoint_folder(tmp_path).write_text("in the way")
 
 
-def free_the_parameters(trainer):
+def free_parameters(trainer):
     for parameter in trainer.run.task.parameters():
         parameter.untyped_storage().resize_(0)

@@ -18,18 +18,18 @@ class Block(nn.Module):
         return inputs + torch.tanh(self.linear(inputs))
 
 
-def student(norm=False, dtype=torch.float64):
+def make_student(norm=False, dtype=torch.float64):
     torch.manual_seed(0)
     between = [nn.BatchNorm1d(8)] if norm else []
     return nn.Sequential(nn.Linear(FEATURES, 8), *between, nn.Sequential(Block(), Block()), nn.Linear(8, 3)).to(dtype)
 
 
-def predictor(dtype=torch.float64):
+def make_predictor(dtype=torch.float64):
     torch.manual_seed(1)
     return nn.Linear(3, 3).to(dtype)
 
 
-def views(inputs):
+def make_views(inputs):
     return inputs * 1.1 + 0.1, inputs * 0.9
 
 
@@ -43,11 +43,11 @@ class Byol(lumen.TaskModule):
     def __init__(self, norm=False, dtype=torch.float64, **options):
         super().__init__()
         self.save_hyperparameters(ignore="dtype")
-        self.student, self.predictor = student(norm, dtype), predictor(dtype)
+        self.student, self.predictor = make_student(norm, dtype), make_predictor(dtype)
         self.teacher = lumen.Teacher(self.student, **options)
 
     def training_step(self, batch):
-        one, two = views(batch[0])
+        one, two = make_views(batch[0])
         return distance(self.predictor(self.student(one)), self.teacher(two))
 
     def validation_step(self, batch):
@@ -70,11 +70,11 @@ class ByHand(Byol):
             optimizer.zero_grad()
 
 
-def cosine(decay, final, step, steps):
+def decay_by_cosine(decay, final, step, steps):
     return final - (final - decay) * (math.cos(math.pi * step / steps) + 1) / 2
 
 
-def loop(decay, steps, *, norm=False, accumulate=1, eval_mode=False, buffers=False, samples=48):
+def train_by_hand(decay, steps, *, norm=False, accumulate=1, eval_mode=False, buffers=False, samples=48):
     """Return the states of student and teacher after a number of updates in a plain loop.
 
     Args:
@@ -86,14 +86,14 @@ def loop(decay, steps, *, norm=False, accumulate=1, eval_mode=False, buffers=Fal
         buffers: True if the teacher's buffers follow too.
         samples: Size of the data.
     """
-    online, target, head = student(norm), student(norm).requires_grad_(False), predictor()
+    online, target, head = make_student(norm), make_student(norm).requires_grad_(False), make_predictor()
     target.train(not eval_mode)
     optimizer = torch.optim.AdamW([*online.parameters(), *head.parameters()], lr=1e-2, weight_decay=0.1)
     batches = [*loader(samples, shuffle=False, dtype=torch.float64)] * steps * accumulate
     for step in range(steps):
         optimizer.zero_grad()
         for inputs, _ in batches[step * accumulate : (step + 1) * accumulate]:
-            one, two = views(inputs)
+            one, two = make_views(inputs)
             (distance(head(online(one)), target(two)) / accumulate).backward()
         optimizer.step()
         with torch.no_grad():

@@ -34,38 +34,38 @@ REGIONS = {
 }
 
 
-def same(a, b):
+def is_same_tensor(a, b):
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
         return struct.pack("d", a) == struct.pack("d", b)
     if isinstance(a, dict):
-        return same(list(a.items()), list(b.items()))
+        return is_same_tensor(list(a.items()), list(b.items()))
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(is_same_tensor, a, b))
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+        return a.dtype == b.dtype and a.shape == b.shape and read_tensor_bytes(a) == read_tensor_bytes(b)
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     return a == b
 
 
-def raw(tensor):
+def read_tensor_bytes(tensor):
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def tensor_of(dtype, shape):
+def make_tensor(dtype, shape):
     size = math.prod(shape) * dtype.itemsize
     data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
     return data.view(dtype).reshape(shape)
 
 
-def bytes_read():
+def count_read_bytes():
     """Return the bytes that this process has read, from any source."""
     return int(re.search("rchar: ([0-9]+)", Path("/proc/self/io").read_text())[1])
 
 
-def memory_mib(which):
+def read_memory_mib(which):
     """Return the memory of this process in MiB: "VmRSS" is the current use, "VmHWM" the peak."""
     return int(re.search(which + r":\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
@@ -75,7 +75,7 @@ def save(directory, **sections):
     return directory
 
 
-def small(directory, value=1.0, max_file_bytes=64):
+def save_small(directory, value=1.0, max_file_bytes=64):
     """Write a checkpoint with two model files, an optimizer file and state."""
     sections = {
         "model": {"a": torch.full((4, 4), value), "b": torch.full((3,), value, dtype=torch.bfloat16)},
@@ -88,7 +88,7 @@ def small(directory, value=1.0, max_file_bytes=64):
     return directory
 
 
-def tensors_of(path, *sections):
+def read_tensors(path, *sections):
     """Return the tensors of a checkpoint, by section and name."""
     checkpoint = Checkpoint.open(path)
     return {(section, name): each for section in sections for name, each in checkpoint.as_mapping(section).items()}
@@ -103,7 +103,7 @@ def assert_small(directory, value=1.0):
     assert torch.equal(checkpoint.read_tensor("optimizer", "a.exp_avg"), torch.full((4, 4), -value))
 
 
-def tamper(directory, edit):
+def tamper_with_manifest(directory, edit):
     """Change a manifest and update its digest, like an attacker."""
     path = directory / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -113,9 +113,9 @@ def tamper(directory, edit):
     path.write_text(json.dumps(manifest | {"digest": hashlib.sha256(canonical.encode()).hexdigest()}))
 
 
-def handmade(directory, dtype, shape, regions):
+def write_chunked(directory, dtype, shape, regions):
     """Write a checkpoint of one tensor in several chunks, each in a separate file."""
-    save(directory, model={"w": tensor_of(dtype, shape), "other": torch.ones(2)})
+    save(directory, model={"w": make_tensor(dtype, shape), "other": torch.ones(2)})
     tensor = Checkpoint.open(directory).read_tensor("model", "w")
     (directory / "model/00000-00000.safetensors").unlink()
     records, chunks = {}, []
@@ -130,5 +130,5 @@ def handmade(directory, dtype, shape, regions):
         manifest["files"] |= records
         manifest["sections"]["model"]["w"]["chunks"] = chunks
 
-    tamper(directory, edit)
+    tamper_with_manifest(directory, edit)
     return tensor

@@ -8,12 +8,12 @@ from lumen.cli import main
 from tests.helpers.cli_tasks import Spy
 
 
-def write(path, config):
+def write_config(path, config):
     Path(path).write_text(config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False))
     return str(path)
 
 
-def saved(path="runs/line"):
+def read_saved_config(path="runs/line"):
     return yaml.safe_load((Path(path) / "config.yaml").read_text())
 
 

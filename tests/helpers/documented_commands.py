@@ -114,7 +114,7 @@ def make_home(home):
     torch.save({"state_dict": {"model.weight": torch.ones(2)}}, home / "old.ckpt")
 
 
-def fill_in(line):
+def complete_command(line):
     """Replace the placeholders of a command and add the arguments that a sentence leaves out."""
     for placeholder, text in PLACEHOLDERS.items():
         line = re.sub(rf"(?<!\S){re.escape(placeholder)}(?!\S)", text, line)
@@ -124,9 +124,9 @@ def fill_in(line):
     return re.sub(r"(lumen submit .*)(?<!--dry-run) -- ", r"\1 --dry-run -- ", line)
 
 
-def run(line):
+def run_command(line):
     """Run a command after the trainings whose runs it reads."""
-    line = fill_in(line)
+    line = complete_command(line)
     for name in sorted(find_runs(line)):
         train(name)
     if line.startswith("lumen ") and not re.search("[<>|&]", re.sub('"[^"]*"', "", line)):
@@ -145,12 +145,12 @@ def _exit_code(words):
 
 def run_in_shell(line):
     """Run a command as bash does, with the programs of this environment."""
-    done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, timeout=280)
+    done = subprocess.run(["bash", "-c", line], env=make_environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
 
 
-def environment():
+def make_environment():
     """Return the variables of this process, with the programs of its Python in the path."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": os.getcwd()}

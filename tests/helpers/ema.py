@@ -28,7 +28,7 @@ class Normed(lumen.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Kept(lumen.Callback):
+class RecordStates(lumen.Callback):
     """Callback that records the state of the task after each step."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Kept(lumen.Callback):
         self.states.append({name: each.detach().clone() for name, each in task.state_dict().items()})
 
 
-def averaged(states, first, decay):
+def average_by_hand(states, first, decay):
     """Return the average after the steps with the given states."""
     average = {name: each.clone() for name, each in first.items()}
     for state in states:

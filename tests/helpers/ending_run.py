@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import lumen
-from tests.helpers.sharded import whole
+from tests.helpers.sharded import unshard
 from tests.helpers.tasks import Regression, loader
 
 HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown")
@@ -93,7 +93,7 @@ class Interrupted(lumen.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def begin(folder, kind="plain", strike=None, dirpath=None, **options):
+def train_run(folder, kind="plain", strike=None, dirpath=None, **options):
     """Train. Return the trainer, the task, and the called hooks."""
     task, notes = Ended(by_hand=kind == "by hand"), Notes(strike)
     given = {"max_epochs": 2, **KINDS[kind](), **options}
@@ -110,12 +110,12 @@ def begin(folder, kind="plain", strike=None, dirpath=None, **options):
     return trainer, task, notes.called
 
 
-def end_of(trainer, task, called):
+def read_final_state(trainer, task, called):
     """Return the final state in the task, in the trainer and in the directory."""
     stopping, saver = trainer.early_stopping_callback, trainer.checkpoint_callback
     optimizers = [each.state_dict() for each in trainer.optimizers]
     end = {
-        "task": [whole(each).tolist() for each in task.state_dict().values()],
+        "task": [unshard(each).tolist() for each in task.state_dict().values()],
         "modes": [module.training for module in task.modules()],
         "callback_metrics": {name: float(each) for name, each in trainer.callback_metrics.items()},
         "logged_metrics": {name: float(each) for name, each in trainer.logged_metrics.items()},
@@ -137,7 +137,7 @@ def end_of(trainer, task, called):
 def main(**options):
     torch.set_num_threads(1)
     Path("runs").mkdir(exist_ok=True)
-    end = end_of(*begin(Path("runs"), **options))
+    end = read_final_state(*train_run(Path("runs"), **options))
     if os.environ.get("RANK", "0") == "0":
         Path("end.json").write_text(json.dumps(end))
 

@@ -56,7 +56,7 @@ class Numbered(lumen.DataModule):
         return DataLoader(TensorDataset(torch.arange(SAMPLES), x), batch_size=2, shuffle=True)
 
 
-def record_of(directory):
+def read_record(directory):
     """Return the loss of each sample, by step and number; fail if a repeated step has another loss."""
     found = {}
     for path in sorted(directory.glob("record-*.jsonl")):
@@ -75,6 +75,6 @@ def check_epochs(found):
     assert len(found) == SAMPLES * EPOCHS
 
 
-def steps_in(directory):
+def count_started_steps(directory):
     """Return the number of started steps."""
-    return len({step for step, _ in record_of(directory)})
+    return len({step for step, _ in read_record(directory)})

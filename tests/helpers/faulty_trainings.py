@@ -201,7 +201,7 @@ class Stream(lumen.DataModule):
         return DataLoader(Numbers(), 8)
 
 
-def config_of(task="Classifier", data="Labelled", *, model=None, of_data=None, **trainer):
+def make_config(task="Classifier", data="Labelled", *, model=None, of_data=None, **trainer):
     """Return the settings of a training of one of these classes."""
     here = __name__
     return {

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lumen
-from tests.helpers.sharded import whole
+from tests.helpers.sharded import unshard
 from tests.helpers.tasks import FEATURES, quiet_trainer, regression_data
 
 SAMPLES, BATCH_SIZE, EPOCHS, LEARNING_RATE, DECAY = 46, 4, 3, 1e-2, 0.8
@@ -53,14 +53,14 @@ class Features(dict):
         return ",".join(changed).replace(" ", "-") or "defaults"
 
 
-def full_product():
+def list_combinations():
     every = (Features(**dict(zip(FACTORS, values, strict=True))) for values in product(*FACTORS.values()))
     return [each for each in every if not each.is_refused]
 
 
-def covering_pairs():
+def cover_pairs():
     """Return a few combinations that cover every pair of values, without the refused pairs."""
-    every = full_product()
+    every = list_combinations()
     missing, found = set().union(*(each.pairs for each in every)), []
     while missing:
         found.append(max(every, key=lambda each: len(each.pairs & missing)))
@@ -85,11 +85,11 @@ def network(dtype):
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
 
 
-def weight_of(targets):
+def compute_weight(targets):
     return float(targets.double().exp().sum())
 
 
-def loss_of(net, batch, is_weighted):
+def compute_loss(net, batch, is_weighted):
     """Return the mean of squared errors, over samples or weighted by the exponential of their targets."""
     inputs, targets = batch
     errors = (net(inputs) - targets).square()
@@ -104,7 +104,7 @@ class Combined(lumen.TaskModule):
         self.features, self.net = features, network(dtype)
         self.automatic_optimization = features.optimization == "automatic"
         if features.weights == "batch_weight":
-            self.batch_weight = lambda batch: weight_of(self.batch_of(batch)[1])
+            self.batch_weight = lambda batch: compute_weight(self.batch_of(batch)[1])
 
     def batch_of(self, batch):
         return batch["first"] if isinstance(batch, dict) else batch
@@ -113,9 +113,9 @@ class Combined(lumen.TaskModule):
         batch = self.batch_of(batch)
         if self.features.halves and len(batch[0]) > BATCH_SIZE // 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100 GiB")
-        loss = loss_of(self.net, batch, self.features.weights != "samples")
+        loss = compute_loss(self.net, batch, self.features.weights != "samples")
         if self.automatic_optimization:
-            return (loss, weight_of(batch[1])) if self.features.weights == "returned" else loss
+            return (loss, compute_weight(batch[1])) if self.features.weights == "returned" else loss
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
@@ -124,7 +124,7 @@ class Combined(lumen.TaskModule):
         return None
 
     def validation_step(self, batch):
-        self.log("val_loss", loss_of(self.net, batch, is_weighted=False))
+        self.log("val_loss", compute_loss(self.net, batch, is_weighted=False))
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
@@ -196,7 +196,7 @@ def train(folder, features):
     trainer = fit("run")
     if features.end == "second fit":
         trainer = fit("second")
-    return [whole(each).tolist() for each in task.parameters()], trainer.newest_values["val_loss"]
+    return [unshard(each).tolist() for each in task.parameters()], trainer.newest_values["val_loss"]
 
 
 @torch.no_grad()
@@ -204,7 +204,7 @@ def mean_loss(parameters, tensors):
     net = network(torch.float64)
     for each, value in zip(net.parameters(), parameters, strict=True):
         each.copy_(value)
-    return float(loss_of(net, tensors, is_weighted=False))
+    return float(compute_loss(net, tensors, is_weighted=False))
 
 
 def train_by_hand(features):
@@ -223,10 +223,10 @@ def train_by_hand(features):
                 if epoch * steps_of_epoch(features) + number == left_out:
                     continue
                 window = batches[first : first + size]
-                weights = [len(t) if features.weights == "samples" else weight_of(t) for _, t in window]
+                weights = [len(t) if features.weights == "samples" else compute_weight(t) for _, t in window]
                 optimizer.zero_grad()
                 for batch, weight in zip(window, weights, strict=True):
-                    loss = loss_of(net, batch, features.weights != "samples")
+                    loss = compute_loss(net, batch, features.weights != "samples")
                     (loss * weight / sum(weights)).backward()
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)
                 optimizer.step()

@@ -7,7 +7,7 @@ from functools import partial
 
 
 @contextmanager
-def serving(folder):
+def serve_folder(folder):
     """Serve a directory; return its address and the list of requests."""
     asked = []
 

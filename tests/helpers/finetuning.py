@@ -5,7 +5,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import lumen
-from tests.helpers.optimizer_state import whole
+from tests.helpers.optimizer_state import read_unsharded_state
 from tests.helpers.tasks import FEATURES, loader, quiet_trainer, regression_data
 
 EPOCHS, BATCH, SAMPLES = 6, 8, 40
@@ -30,7 +30,7 @@ class Backbone(lumen.TaskModule):
         return [optimizer], [StepLR(optimizer, 4, 0.5)]
 
 
-class Rates(lumen.Callback):
+class RecordRates(lumen.Callback):
     """Callback that records the learning rates of the last step of each epoch."""
 
     def __init__(self):
@@ -42,14 +42,14 @@ class Rates(lumen.Callback):
 
 def finetune(folder, callback, task=None, steps=None, **options):
     """Return the final parameters and buffers, and the rates of the epochs."""
-    task, rates = Backbone() if task is None else task, Rates()
+    task, rates = Backbone() if task is None else task, RecordRates()
     length = {"max_epochs": EPOCHS} if steps is None else {"max_steps": steps}
     trainer = quiet_trainer(folder, callbacks=[callback, rates], resume="auto", **length, **options)
     trainer.fit(task, loader(SAMPLES, BATCH, shuffle=False, dtype=torch.float64))
-    return {name: value.numpy() for name, value in whole(task).items()}, rates.seen
+    return {name: value.numpy() for name, value in read_unsharded_state(task).items()}, rates.seen
 
 
-def by_hand(unfrozen_at=2, train_bn=True):
+def finetune_by_hand(unfrozen_at=2, train_bn=True):
     """Train in a plain loop; the rate of the backbone doubles up to the rate of the head."""
     task = Backbone()
     linear, norm = [task.backbone[0], task.backbone[3]], task.backbone[1]

@@ -7,7 +7,7 @@ from tests.helpers.tasks import Regression
 
 
 @contextmanager
-def nothing_frozen():
+def unfreeze_objects():
     """Undo the freeze of `tests/conftest.py` while a test counts frozen objects."""
     gc.unfreeze()
     try:
@@ -19,7 +19,7 @@ def nothing_frozen():
 
 
 @contextmanager
-def watched():
+def watch_collections():
     """Record the generations of collections, each with a note of its time."""
     seen, noted = [], {"where": None}
 
@@ -27,7 +27,7 @@ def watched():
         if phase == "start":
             seen.append((noted["where"], info["generation"]))
 
-    with nothing_frozen():
+    with unfreeze_objects():
         gc.callbacks.append(note)
         try:
             yield seen, noted

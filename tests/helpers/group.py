@@ -163,7 +163,7 @@ def _is_ready(pipe):
         return False
 
 
-def on_ranks(group, world, function, *args, **options):
+def run_on_ranks(group, world, function, *args, **options):
     """Return the result of all ranks, which must be equal."""
     results = group(world).run(function, *args, **options)
     for each in results[1:]:
@@ -171,7 +171,7 @@ def on_ranks(group, world, function, *args, **options):
     return results[0]
 
 
-def refusal(error, function, *args, **options):
+def catch_message(error, function, *args, **options):
     """Return the message of the error that a call raises."""
     with pytest.raises(error) as caught:
         function(*args, **options)

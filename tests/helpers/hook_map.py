@@ -24,7 +24,7 @@ _OWNERS = {"callbacks": ["first", "second"], "task": ["task"], "data module": ["
 # ---------------------------------------------------------------------- the map
 
 
-def parts_of_the_map():
+def parse_map():
     """Return each part of the map by name: a list of (line, lines below it)."""
     text = Callback.__doc__.split("where the data module\n    lacks them.\n")[1].split("A **boundary** is")[0]
     lines = [re.sub(" *#.*", "", line) for line in text.splitlines()]
@@ -42,7 +42,7 @@ def _below(lines, indent):
     return tree, lines
 
 
-def names_in_the_map():
+def list_map_names():
     """Return every called name of the map."""
 
     def names(tree):
@@ -52,11 +52,11 @@ def names_in_the_map():
             elif line not in parts:
                 yield from re.findall(r"\w+", line.partition(" (")[0])
 
-    parts = parts_of_the_map()
+    parts = parse_map()
     return {name for tree in parts.values() for name in names(tree)}
 
 
-def follow(part, **scenario):
+def predict_calls(part, **scenario):
     """Return the calls that the map predicts, as (owner, name), in order.
 
     Args:
@@ -64,7 +64,7 @@ def follow(part, **scenario):
         scenario: The conditions by the words of the map, and for each loop a list of its iterations: dictionaries like
             this one. `stage`: the replacement of "validation".
     """
-    parts = parts_of_the_map()
+    parts = parse_map()
 
     def walk(tree, state):
         for line, children in tree:
@@ -94,7 +94,7 @@ def automatic_or_not(manual=False):
     return {"manual": manual, "automatic": not manual}
 
 
-def step(micro_batches=1, *, validating=False, last=False):
+def make_step(micro_batches=1, *, validating=False, last=False):
     """Return an optimizer step for `follow`."""
     numbers = range(micro_batches)
     return {
@@ -104,7 +104,7 @@ def step(micro_batches=1, *, validating=False, last=False):
     }
 
 
-def epoch(*steps, beginning=True, complete=True):
+def make_epoch(*steps, beginning=True, complete=True):
     """Return an epoch for `follow`."""
     return {"beginning": beginning, "complete": complete, "step": steps}
 
@@ -155,7 +155,7 @@ class Stateful(Callback):
         return {"kept": 1}
 
 
-def recording(base, names, who, events):
+def make_recording_class(base, names, who, events):
     """Return a subclass whose methods record their call and then do their usual work."""
 
     def noting(name):
@@ -174,9 +174,13 @@ def recording(base, names, who, events):
     return type(f"Recording_{who}", (base,), {name: noting(name) for name in names})
 
 
-def record(run, task=Trained):
+def record_calls(run, task=Trained):
     """Return the calls during `run(task, data, callbacks)`, as (owner, name)."""
     events = []
-    callbacks = [recording(Stateful, OF_CALLBACKS, who, events)() for who in _OWNERS["callbacks"]]
-    run(recording(task, OF_THE_TASK, "task", events)(), recording(Data, OF_DATA, "data", events)(), callbacks)
+    callbacks = [make_recording_class(Stateful, OF_CALLBACKS, who, events)() for who in _OWNERS["callbacks"]]
+    run(
+        make_recording_class(task, OF_THE_TASK, "task", events)(),
+        make_recording_class(Data, OF_DATA, "data", events)(),
+        callbacks,
+    )
     return events

@@ -6,7 +6,7 @@ from pathlib import Path
 SHADOWS = ("platform", "pickle", "socket", "multiprocessing", "torch", "numpy", "typing_extensions", "lumen")
 
 
-def shadow(*names):
+def shadow_modules(*names):
     """Write modules into the working directory that end any process which imports them."""
     for name in names:
         Path(f"{name}.py").write_text(f"import os; os.write(2, b'Traceback: imported {name}'); os._exit(7)")

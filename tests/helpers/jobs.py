@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from tests.helpers import ROOT
 
-LIMIT_S = 90  # exit codes of a job
-PATIENCE_S = 30  # including ranks that have lost a peer: the agents of torch and SLURM have less
+LIMIT_S = 90  # limit of a job
+PATIENCE_S = 30  # also for ranks that have lost a peer: the agents of torch and SLURM have less
 IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -74,7 +74,7 @@ class ForkedJob:
     def wait(self):
         assert self._pipe.poll(LIMIT_S + PATIENCE_S), "the job does not end"
         code, took_s = self._pipe.recv()
-        return End(code, took_s + gone_after(self._directory), said_in(self._directory))
+        return End(code, took_s + wait_until_gone(self._directory), read_output(self._directory))
 
 
 class ScriptJob:
@@ -104,40 +104,40 @@ class ScriptJob:
             if first_s is None and not all(map(is_alive, self.pids.values())):
                 first_s = time.monotonic()
             if time.monotonic() > deadline_s:
-                end_all(self._directory)
-                raise AssertionError(f"the job does not end: {said_in(self._directory)}")
+                end_processes(self._directory)
+                raise AssertionError(f"the job does not end: {read_output(self._directory)}")
             time.sleep(0.02)
         took_s = 0.0 if first_s is None else time.monotonic() - first_s
-        took_s += gone_after(self._directory)
+        took_s += wait_until_gone(self._directory)
         shutil.rmtree(self._temporary)
-        return End(self._process.returncode, took_s, said_in(self._directory))
+        return End(self._process.returncode, took_s, read_output(self._directory))
 
 
-def script(directory, module, options):
+def start_script(directory, module, options):
     return ScriptJob(directory, "-m", module, json.dumps(options))
 
 
-def torchrun(directory, module, options):
+def start_torchrun(directory, module, options):
     words = ["-m", "torch.distributed.run", "--nproc-per-node", str(options["devices"]), "--master-port"]
-    return ScriptJob(directory, *words, str(free_port()), "-m", module, json.dumps(options))
+    return ScriptJob(directory, *words, str(find_free_port()), "-m", module, json.dumps(options))
 
 
-def said_in(directory):
+def read_output(directory):
     return "".join(path.read_text() for path in sorted(Path(directory).glob("output*")))
 
 
-def gone_after(directory):
+def wait_until_gone(directory):
     """Return the seconds until no process works in a directory; end a remaining process and raise an error."""
     began_s = time.monotonic()
-    while left := processes_in(directory):
+    while left := find_processes(directory):
         if time.monotonic() > began_s + PATIENCE_S:
-            end_all(directory)
-            raise AssertionError(f"left behind: {left}\n{said_in(directory)}")
+            end_processes(directory)
+            raise AssertionError(f"left behind: {left}\n{read_output(directory)}")
         time.sleep(0.02)
     return time.monotonic() - began_s
 
 
-def processes_in(directory):
+def find_processes(directory):
     """Return processes that work in a directory, by their id."""
     here, found = os.path.realpath(directory), {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -156,12 +156,12 @@ def is_alive(pid):
         return False
 
 
-def end_all(directory):
-    for pid in processes_in(directory):
+def end_processes(directory):
+    for pid in find_processes(directory):
         os.kill(pid, signal.SIGKILL)
 
 
-def free_port():
+def find_free_port():
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return place.getsockname()[1]
@@ -179,7 +179,7 @@ def _serve(pipe, modules):
             directory, module, options = pipe.recv()
         except EOFError:
             return
-        world, port = options.get("devices", 1), free_port()
+        world, port = options.get("devices", 1), find_free_port()
         ranks = [
             context.Process(target=_be_rank, args=(directory, module, options, rank, world, port))
             for rank in range(world)

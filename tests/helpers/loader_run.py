@@ -94,20 +94,20 @@ class Forgetful(IterableDataset):
         yield from Shuffling(self.samples)
 
 
-def weighted(**options):
+def make_weighted_loader(**options):
     sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 30)
     return DataLoader(Drawing(SAMPLES), 4, sampler=sampler, **options)
 
 
-def shuffled(batch_size, **options):
+def make_shuffled_loader(batch_size, **options):
     return DataLoader(Drawing(SAMPLES), batch_size, shuffle=True, **options)
 
 
 KINDS = {
-    "plain": lambda: shuffled(4),
-    "lists": lambda: shuffled(4, collate_fn=lambda samples: samples),
-    "weighted": weighted,
-    "weighted-workers": lambda: weighted(num_workers=2, persistent_workers=True),
+    "plain": lambda: make_shuffled_loader(4),
+    "lists": lambda: make_shuffled_loader(4, collate_fn=lambda samples: samples),
+    "weighted": make_weighted_loader,
+    "weighted-workers": lambda: make_weighted_loader(num_workers=2, persistent_workers=True),
     "batch-sampler": lambda: DataLoader(Drawing(SAMPLES), batch_sampler=Pairs()),
     "batch-sampler-workers": lambda: DataLoader(Drawing(SAMPLES), batch_sampler=Pairs(), num_workers=2),
     "single": lambda: DataLoader(Drawing(SAMPLES), batch_size=None, shuffle=True),
@@ -119,11 +119,12 @@ KINDS = {
     "forgetful-workers": lambda: DataLoader(Forgetful(), 4, num_workers=2),
     **{
         mode: lambda mode=mode: lumen.CombinedLoader(
-            {"small": weighted(), "stream": DataLoader(Shuffling(), 3), "large": shuffled(2)}, mode
+            {"small": make_weighted_loader(), "stream": DataLoader(Shuffling(), 3), "large": make_shuffled_loader(2)},
+            mode,
         )
         for mode in ("max_size_cycle", "max_size", "min_size", "sequential")
     },
-    "overfit": lambda: shuffled(4),
+    "overfit": lambda: make_shuffled_loader(4),
     "reloaded": None,  # made by the task
 }
 OPTIONS = {
@@ -133,7 +134,7 @@ OPTIONS = {
 }
 
 
-def say(what):
+def announce(what):
     print(what, flush=True)
 
 
@@ -145,7 +146,7 @@ class Fitted(lumen.TaskModule):
         self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
 
     def training_step(self, batch, batch_idx, dataloader_idx):
-        say("train")
+        announce("train")
         parts = [part for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch]
         loss = sum(self.loss(part) for part in parts)
         self.log("loss", loss)
@@ -160,7 +161,7 @@ class Fitted(lumen.TaskModule):
         return nn.functional.mse_loss(self.net(inputs), targets)
 
     def train_dataloader(self):
-        say(f"loader of epoch {self.current_epoch}")
+        announce(f"loader of epoch {self.current_epoch}")
         part = torch.randperm(SAMPLES)[: 20 + 3 * self.current_epoch]
         return DataLoader(Subset(Drawing(SAMPLES), part.tolist()), 4, shuffle=True)
 
@@ -176,7 +177,7 @@ def main(directory, kinds):
     fsync = os.fsync
 
     def announced_fsync(descriptor):
-        say("save")
+        announce("save")
         fsync(descriptor)
 
     os.fsync = announced_fsync

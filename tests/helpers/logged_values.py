@@ -8,7 +8,7 @@ import lumen
 CLASSES = 3
 
 
-class Memory(lumen.Logger):
+class MemoryLogger(lumen.Logger):
     """Logger that keeps its values."""
 
     def __init__(self):
@@ -21,12 +21,12 @@ class Memory(lumen.Logger):
         self.rows.append((step, dict(metrics)))
 
 
-def numbers(count, batch_size=1):
+def make_numbers(count, batch_size=1):
     """Return batches of the numbers 0, 1, 2, ... as float64."""
     return DataLoader(TensorDataset(torch.arange(count, dtype=torch.float64)), batch_size)
 
 
-def predictions(numbers):
+def make_predictions(numbers):
     """Return scores (N, 3) and classes (N) computed from numbers."""
     scores = torch.stack([(numbers * factor).sin() for factor in (1.3, 2.1, 3.7)], 1).softmax(1)
     return scores, (numbers.long() * 7) % CLASSES

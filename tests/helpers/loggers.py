@@ -22,19 +22,19 @@ def fit(tmp_path, task=None, **options):
 EVERYTHING = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
 
 
-def events(directory):
+def read_events(directory):
     """Open a run's event files with TensorBoard's reader, which shows repeated values too."""
     found = EventAccumulator(str(directory / "tensorboard"), size_guidance=EVERYTHING, purge_orphaned_data=False)
     return found.Reload()
 
 
-def scalars(directory):
+def read_scalars(directory):
     """Return {name: [(step, value), ...]} as TensorBoard reads it."""
-    found = events(directory)
+    found = read_events(directory)
     return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
 
 
-def table(path, prefix=""):
+def read_table(path, prefix=""):
     """Return {name: [(step, value), ...]} of a CSV file, rounded to float32 like TensorBoard's scalars."""
     columns = {}
     with path.open(newline="") as file:
@@ -45,13 +45,13 @@ def table(path, prefix=""):
     return columns
 
 
-def csv_record(directory):
-    return table(directory / "metrics.csv") | table(directory / "system.csv", "system/")
+def read_csv(directory):
+    return read_table(directory / "metrics.csv") | read_table(directory / "system.csv", "system/")
 
 
-def hyperparameters(directory):
+def read_hyperparameters(directory):
     """Return the data of the dashboard HPARAMS."""
-    content = events(directory).PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    content = read_events(directory).PluginTagToContent("hparams")["_hparams_/session_start_info"]
     values = HParamsPluginData.FromString(content).session_start_info.hparams
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
 

@@ -9,18 +9,18 @@ import lumen
 from tests.helpers.tasks import Regression
 
 
-def pairs(samples=50, dtype=torch.float64):
+def make_pairs(samples=50, dtype=torch.float64):
     """Return real samples and noise, of 3 and 4 numbers."""
     generator = torch.Generator().manual_seed(1)
     real = torch.randn(samples, 3, generator=generator, dtype=torch.float64) + 1
     return real.to(dtype), torch.randn(samples, 4, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def pair_loader(samples=50, batch_size=8, dtype=torch.float64, **options):
-    return DataLoader(TensorDataset(*pairs(samples, dtype)), batch_size, **options)
+def make_pair_loader(samples=50, batch_size=8, dtype=torch.float64, **options):
+    return DataLoader(TensorDataset(*make_pairs(samples, dtype)), batch_size, **options)
 
 
-def networks(dtype=torch.float64):
+def make_networks(dtype=torch.float64):
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
     critic = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1)).to(dtype)
@@ -35,7 +35,7 @@ def generator_loss(generator, critic, noise):
     return softplus(-critic(generator(noise))).mean()
 
 
-def optimizers_of(generator, critic):
+def make_optimizers(generator, critic):
     """Return two optimizers, and a schedule for each."""
     both = torch.optim.Adam(generator.parameters(), 1e-2), torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9)
     return both, tuple(torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for each in both)
@@ -48,7 +48,7 @@ class Gan(lumen.TaskModule):
         super().__init__()
         self.automatic_optimization = False
         self.every = every
-        self.generator, self.critic = networks(dtype)
+        self.generator, self.critic = make_networks(dtype)
         self.indices = []
 
     def training_step(self, batch, batch_idx):
@@ -81,7 +81,7 @@ class Gan(lumen.TaskModule):
         self.log("val", critic_loss(self.generator, self.critic, *batch))
 
     def configure_optimizers(self):
-        return optimizers_of(self.generator, self.critic)
+        return make_optimizers(self.generator, self.critic)
 
 
 class Sharp(torch.optim.Optimizer):
@@ -115,7 +115,7 @@ class Sharp(torch.optim.Optimizer):
         self.second_step()
 
 
-def sharp(parameters):
+def make_sharp(parameters):
     return Sharp(parameters, lr=0.05, momentum=0.9)
 
 
@@ -134,4 +134,4 @@ class SharpByHand(Regression):
             step()
 
     def configure_optimizers(self):
-        return sharp(self.parameters())
+        return make_sharp(self.parameters())

@@ -6,7 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from lumen.cli import main
 
 
-def command(*words):
+def run_migrate(*words):
     """Run the command; return exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -14,7 +14,7 @@ def command(*words):
     return code, out.getvalue(), err.getvalue()
 
 
-def write(path, *words):
-    code, out, err = command(path, "--write", *words)
+def run_migrate_write(path, *words):
+    code, out, err = run_migrate(path, "--write", *words)
     assert out == ""
     return code, err

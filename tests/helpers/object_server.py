@@ -16,14 +16,14 @@ input()
 
 
 @contextmanager
-def object_server():
+def serve_objects():
     """Start a server; yield its URL."""
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, stderr=-3, text=True)
     yield "http://{}:{}".format(*process.stdout.readline().split())
     process.communicate("")
 
 
-def environment_of(url):
+def make_environment(url):
     """Return the environment variables that a process needs to use a server."""
     return {
         "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing",

@@ -13,7 +13,7 @@ PAIRS = {
 }
 
 
-def inner(module, kinds="SGD, AdamW"):
+def make_inner_optimizers(module, kinds="SGD, AdamW"):
     """Return one optimizer for the matrices of a module, and one for the rest."""
     first, second = PAIRS[kinds]
     held = (
@@ -23,7 +23,7 @@ def inner(module, kinds="SGD, AdamW"):
     return [first(held[0]), second(held[1])]
 
 
-def made(kind=None, dropout=0.0, **options):
+def make_task(kind=None, dropout=0.0, **options):
     """Return a task with options that differ from its class."""
     task = (kind or Both)(dropout=dropout)
     vars(task).update(options)
@@ -39,6 +39,6 @@ class Both(Regression):
         return super().training_step(batch) * self.overflow
 
     def configure_optimizers(self):
-        optimizer = self.wrap(inner(self, self.kinds))
+        optimizer = self.wrap(make_inner_optimizers(self, self.kinds))
         schedule = OneCycleLR(optimizer, 0.05, total_steps=40, cycle_momentum=False)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

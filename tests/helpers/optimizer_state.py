@@ -9,11 +9,11 @@ from lumen.optim import Lookahead, MultiOptimizer
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, regression_data
 
 
-def state_of(task):
+def read_state(task):
     return {name: value.detach().numpy() for name, value in task.state_dict().items()}
 
 
-def resumed(folder, make, cuts=(4, 9, 14), **options):
+def train_and_resume(folder, make, cuts=(4, 9, 14), **options):
     """Train one run without interruption and one in several parts; return their tasks and optimizers."""
     ends = []
     for name, steps in (("whole", cuts[-1:]), ("parts", cuts)):
@@ -58,7 +58,7 @@ class Finetuning(Regression):
             optimizer.param_groups[0]["params"].extend(self.net[0].parameters())
 
 
-def by_hand(task, clip, epochs=3, window=2):
+def train_by_hand(task, clip, epochs=3, window=2):
     """Train in a plain loop."""
     (optimizer,), (schedule,) = task.configure_optimizers()
     inputs, targets = regression_data(dtype=torch.float64)
@@ -81,7 +81,7 @@ def by_hand(task, clip, epochs=3, window=2):
                 nn.utils.clip_grad_value_(held, 0.1)
             optimizer.step()
         schedule.step()
-    return state_of(task)
+    return read_state(task)
 
 
 def finetune(folder, clip, weighted, way="group", strategy="auto", accumulate=2):
@@ -93,17 +93,17 @@ def finetune(folder, clip, weighted, way="group", strategy="auto", accumulate=2)
         gradient_clip_algorithm=clip or "norm", **options,
     )  # fmt: skip
     trainer.fit(task, loader(shuffle=False, dtype=torch.float64))
-    return {name: value.numpy() for name, value in whole(task).items()}
+    return {name: value.numpy() for name, value in read_unsharded_state(task).items()}
 
 
-def whole(task):
+def read_unsharded_state(task):
     return {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
         for name, value in task.state_dict().items()
     }
 
 
-def number(tensor):
+def unshard(tensor):
     """Return all of a result, even one computed from shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -137,7 +137,7 @@ class OwnStateDict(Sgd):
 
     def factor(self, parameter):
         self._rest["k"] += 1
-        self._rest["mean"] = 0.9 * self._rest["mean"] + number(parameter.grad.abs().mean())
+        self._rest["mean"] = 0.9 * self._rest["mean"] + unshard(parameter.grad.abs().mean())
         return float(self._rest["mean"]) / (1 + 0.1 * self._rest["k"])
 
     def state_dict(self):
@@ -164,7 +164,7 @@ class Attributes(Sgd):
             self.means.append(torch.zeros_like(parameter))
         self.k += 1
         self.means[place].mul_(0.9).add_(parameter.grad.abs())
-        return number(self.means[place].mean()) / (1 + 0.1 * self.k) + number((parameter - self.start[place]).norm())
+        return unshard(self.means[place].mean()) / (1 + 0.1 * self.k) + unshard((parameter - self.start[place]).norm())
 
 
 class Global(Sgd):
@@ -173,7 +173,9 @@ class Global(Sgd):
     def factor(self, parameter):
         shared = self.state["global"]
         shared["k"] = shared.get("k", 0) + 1
-        self.state[3] = {"mean": 0.9 * self.state[3].get("mean", torch.zeros(())) + number(parameter.grad.abs().mean())}
+        self.state[3] = {
+            "mean": 0.9 * self.state[3].get("mean", torch.zeros(())) + unshard(parameter.grad.abs().mean())
+        }
         return self.state[3]["mean"] / (1 + 0.1 * shared["k"])
 
 
@@ -189,7 +191,7 @@ class ById(Sgd):
         counts[key] = counts.get(key, 0) + 1
         for kept in self.kept(key), self.means:
             kept[key] = 0.9 * kept.get(key, torch.zeros_like(parameter)) + parameter.grad.abs()
-        mean = number(self.kept(key)[key].mean()) + number(self.means[key].mean())
+        mean = unshard(self.kept(key)[key].mean()) + unshard(self.means[key].mean())
         return mean / (1 + 0.1 * counts[key]) / (2 if key in self.damped else 1)
 
     def kept(self, key):
@@ -234,7 +236,7 @@ WRAPS = {
 }
 
 
-class WithOwn(Regression):
+class UsersOptimizer(Regression):
     """Task that trains with a user's optimizer and a schedule."""
 
     kind, wrap = OwnStateDict, "alone"
@@ -247,7 +249,7 @@ class WithOwn(Regression):
         return [optimizer], [StepLR(optimizer, 1, 0.7)]
 
 
-def own(kind, wrap="alone"):
-    task = WithOwn()
+def make_task(kind, wrap="alone"):
+    task = UsersOptimizer()
     task.kind, task.wrap = kind, wrap
     return task

@@ -18,7 +18,7 @@ NAMES = (
 PAGES = {name: (HOME / name).read_text() for name in NAMES}
 
 
-def rows(page, heading):
+def read_rows(page, heading):
     """Return the cells of the first table below a heading, without the header row."""
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGES[page], re.S | re.M)
     table = re.search(r"^\|.*?(?=\n\n|\Z)", section, re.S | re.M)[0]
@@ -31,16 +31,16 @@ COLLECTIVE = {
 }  # fmt: skip
 
 
-def snippets(page="docs/guides/data-loaders.md"):
+def find_programs(page="docs/guides/data-loaders.md"):
     """Return the programs of a page, in order."""
     text = (HOME / page).read_text()
     return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)```", text, re.S | re.M)]
 
 
-def programs_run(page, *replaced):
+def run_programs(page, *replaced):
     """Execute the programs of a page in order; after each, yield the names defined so far."""
     found = {"__name__": "page"}
-    for number, program in enumerate(snippets(page)):
+    for number, program in enumerate(find_programs(page)):
         for old, new in replaced:
             program = program.replace(old, new)
         exec(compile(program, f"{page}, program {number}", "exec"), found)

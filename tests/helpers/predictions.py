@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import lumen
-from tests.helpers.tasks import numbers
+from tests.helpers.tasks import make_numbers
 
 
 class Doubling(lumen.TaskModule):
@@ -16,11 +16,11 @@ class Doubling(lumen.TaskModule):
         return {"value": batch[0] * 2, "pair": torch.stack([batch[0], batch[0]], 1)}
 
 
-def data(count=10, **options):
-    return DataLoader(numbers(count), 3, **options)
+def make_data(count=10, **options):
+    return DataLoader(make_numbers(count), 3, **options)
 
 
-def read(folder):
+def read_predictions(folder):
     """Return samples by index, from all existing files: (loader, index) with the prediction."""
     found = []
     for path in sorted(folder.iterdir()):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 
-def open_files():
+def list_open_files():
     """Return the open descriptors of this process, by number, without the one of the listing."""
     numbers = {int(each) for each in os.listdir("/proc/self/fd")}
     found = {}
@@ -27,7 +27,7 @@ def open_files():
     return found
 
 
-def what_is_there():
+def read_process_state():
     """Return everything that a run could leave behind in its process."""
     loggers = [logging.root, *(each for each in logging.root.manager.loggerDict.values() if hasattr(each, "handlers"))]
     caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(), re.M)
@@ -47,7 +47,7 @@ def what_is_there():
         },
         "threads": {thread.name for thread in threading.enumerate()},
         "processes": multiprocessing.active_children(),
-        "files": open_files(),
+        "files": list_open_files(),
         "garbage": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0, len(gc.callbacks)),
         "process groups": torch.distributed.is_initialized(),
         "default dtype": torch.get_default_dtype(),

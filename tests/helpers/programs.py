@@ -15,6 +15,6 @@ def run_python(*words, cwd=ROOT, code=0, **environment):
     return done.stdout, done.stderr
 
 
-def numbers_of(*words):
+def run_and_read_numbers(*words):
     """Return the numbers that Python prints, in a process that returns freed memory."""
     return [float(word) for word in run_python(*words, MALLOC_MMAP_THRESHOLD_="1000000")[0].split()]

@@ -55,11 +55,11 @@ class Task(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def loader(batches: int) -> DataLoader[Any]:
+def make_loader(batches: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.linspace(0, 1, 2 * BATCH * batches).reshape(-1, 2)), batch_size=BATCH)
 
 
-def show_on(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, width: int = 80) -> Callable[[], str]:
+def replace_console(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, width: int = 80) -> Callable[[], str]:
     """Give Lumen a console; return a function that reads its whole text."""
     file = io.StringIO()
     screen = Console(file=file, force_terminal=terminal, width=width, soft_wrap=True, _environ={"TERM": "xterm"})
@@ -67,10 +67,10 @@ def show_on(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, width: int = 80)
     return file.getvalue
 
 
-def trainer(folder: Path, bar: ProgressBar | None = None, **options: Any) -> lumen.Trainer:
+def make_trainer(folder: Path, bar: ProgressBar | None = None, **options: Any) -> lumen.Trainer:
     settings = {"default_root_dir": folder, "logger": False, "enable_checkpointing": False, "seed": 1, **options}
     return lumen.Trainer(callbacks=bar or ProgressBar(), enable_model_summary=False, **settings)
 
 
-def without_escapes(text: str) -> str:
+def strip_escapes(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

@@ -7,7 +7,7 @@ from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
 from torchao.quantization.qat import QATConfig
 
 import lumen
-from tests.helpers.optimizer_state import whole
+from tests.helpers.optimizer_state import read_unsharded_state
 from tests.helpers.tasks import quiet_trainer
 
 
@@ -32,9 +32,9 @@ class Quantized(lumen.TaskModule):
         return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 4)
 
 
-def quantized(folder, steps=None, **options):
+def train_quantized(folder, steps=None, **options):
     """Train and return the final, unsharded parameters."""
     length = {"max_epochs": 2} if steps is None else {"max_epochs": 2, "max_steps": steps}
     task = Quantized()
     quiet_trainer(folder, resume="auto", **length, **options).fit(task, Quantized.batches())
-    return {name: value.numpy() for name, value in whole(task).items()}
+    return {name: value.numpy() for name, value in read_unsharded_state(task).items()}

@@ -9,7 +9,7 @@ import lumen
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader
 
 
-class Counting(lumen.Callback):
+class CountCompilations(lumen.Callback):
     """Callback that records the compiler's counters after each step and each validation.
 
     Attributes:
@@ -67,10 +67,10 @@ class Deep(Regression):
 EPOCHS = 3
 
 
-def count(tmp_path, task, *, setting=None, batches=(loader, 40), callbacks=(), **options):
+def count_compilations(tmp_path, task, *, setting=None, batches=(loader, 40), callbacks=(), **options):
     """Return the counts of a compiled run after each epoch."""
     make, samples, *others = batches
-    counting = Counting()
+    counting = CountCompilations()
     options = {"max_epochs": EPOCHS, "compile": {"backend": "eager"} | (setting or {})} | options
     trainer = bare_trainer(tmp_path, callbacks=[*callbacks, counting], **options)
     trainer.fit(task, make(samples, *others), make(samples, *others))

@@ -71,7 +71,7 @@ class OtherDropout(Deep):
             torch.manual_seed(1)
 
 
-def other_layer():
+def make_other_layer():
     """Return a task of which one layer has other initial values."""
     task = Deep()
     with torch.no_grad():
@@ -79,14 +79,14 @@ def other_layer():
     return task
 
 
-def changed_sample(number):
+def change_sample(number):
     """Return the loader's data with another target for one sample."""
     inputs, targets = regression_data()
     targets[number] += 1e-3
     return DataLoader(TensorDataset(inputs, targets), 8, shuffle=True)
 
 
-def training(tmp_path, task=Deep, data=loader, **options):
+def make_training(tmp_path, task=Deep, data=loader, **options):
     """Return a function that trains with a recorder, equally each time."""
 
     def fit(recorder, *others):
@@ -136,7 +136,7 @@ class Points(lumen.DataModule):
         self.changed = changed
 
     def train_dataloader(self):
-        return loader() if self.changed is None else changed_sample(self.changed)
+        return loader() if self.changed is None else change_sample(self.changed)
 
     def val_dataloader(self):
         return loader(20)

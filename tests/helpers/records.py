@@ -29,7 +29,7 @@ class CutInValidation(Regression):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stops_after(folder, step, strategy):
+def record_until_plateau(folder, step, strategy):
     """Return the record of a run that a plateau ends after its second validation, perhaps interrupted in one."""
     options = {
         "max_epochs": 9, "log_every_n_steps": 4, "val_check_interval": 3, "gradient_clip_val": 1.0,

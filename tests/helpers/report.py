@@ -30,7 +30,7 @@ FILES = {
 }
 
 
-def recorded(path, **others):
+def write_run(path, **others):
     """Write the directory of a run: FILES, except for files with other contents; None leaves a file out."""
     path = Path(path)
     path.mkdir(parents=True)
@@ -91,7 +91,7 @@ class Page(HTMLParser):
         return arrays
 
 
-def digest(script):
+def compute_digest(script):
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 

@@ -38,5 +38,5 @@ def fit_expanded(folder, strategy="auto"):
     assert ends[0]["rows"][0][0] > 2
 
 
-def newest(tmp_path, name="run"):
+def find_newest(tmp_path, name="run"):
     return find_checkpoints(tmp_path / "runs" / name / "checkpoints")[-1]

@@ -3,5 +3,5 @@
 from lumen.checkpoint import find_checkpoints
 
 
-def names(tmp_path, run="run"):
+def list_checkpoints(tmp_path, run="run"):
     return [path.name for path in find_checkpoints(tmp_path / "runs" / run / "checkpoints")]

@@ -13,7 +13,7 @@ CONFIG = ONE_CALLBACK | {"trainer": TRAINER}
 
 
 @pytest.fixture
-def shown(capsys):
+def show_runs(capsys):
     """Return the output of the command."""
 
     def run(*words, code=0):
@@ -27,11 +27,11 @@ def shown(capsys):
 
 
 @pytest.fixture
-def listed(shown):
+def list_runs(show_runs):
     """Return the JSON of the command by the name of each run."""
 
     def run(*words, code=0):
-        runs = json.loads(shown("--json", *words, code=code))
+        runs = json.loads(show_runs("--json", *words, code=code))
         found = {Path(each["path"]).name: each for each in runs}
         assert len(found) == len(runs)
         return found

@@ -21,7 +21,7 @@ OFFLINE = {
 os.environ.update(OFFLINE)
 
 
-def of_wandb(directory, values=True):
+def read_wandb(directory, values=True):
     """Return {name: [(step, value), ...]} of all offline parts of a run, in the order of `wandb sync`."""
     from lumen.integrations.wandb_files import read_history
 
@@ -37,7 +37,7 @@ def of_wandb(directory, values=True):
     return found
 
 
-def records_of_wandb(directory):
+def read_wandb_records(directory):
     """Return all other records of the newest part, as the library describes them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -47,7 +47,7 @@ def records_of_wandb(directory):
     return [Record.FromString(each) for each in _iterate_records(path.read_bytes())]
 
 
-def client_of(uri):
+def make_mlflow_client(uri):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The ``noload`` loader")  # a warning of SQLAlchemy about MLflow
         from mlflow.tracking import MlflowClient
@@ -55,24 +55,24 @@ def client_of(uri):
         return MlflowClient(tracking_uri=uri)
 
 
-def runs_of_mlflow(uri):
+def list_mlflow_runs(uri):
     """Return all runs, the oldest first."""
-    client = client_of(uri)
+    client = make_mlflow_client(uri)
     return client.search_runs(
         [each.experiment_id for each in client.search_experiments()], order_by=["attributes.start_time ASC"]
     )
 
 
-def of_mlflow(uri, run_id):
+def read_mlflow(uri, run_id):
     """Return {name: [(step, value), ...]} of a run, in the order of its record."""
-    client = client_of(uri)
+    client = make_mlflow_client(uri)
     return {
         name: [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
         for name in client.get_run(run_id).data.metrics
     }
 
 
-def runs_of_aim(place):
+def list_aim_runs(place):
     """Return all runs, the oldest first; opened for writing, since a server must index a read-only store first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of SQLAlchemy
@@ -82,7 +82,7 @@ def runs_of_aim(place):
     return sorted((aim.Run(each, repo=str(place), **options) for each in hashes), key=lambda run: run.creation_time)
 
 
-def of_aim(run):
+def read_aim(run):
     """Return {name: [(step, value), ...]} of a run, in the order of steps."""
     found = {}
     for metric in run.metrics():
@@ -96,7 +96,7 @@ class Databases:
 
     def __init__(self, folder):
         self._first = folder / "mlflow.db"
-        client_of(f"sqlite:///{self._first}")
+        make_mlflow_client(f"sqlite:///{self._first}")
 
     def uri(self, folder):
         """Return the URI of a new database, where a run in `folder / "runs"` looks for it."""
@@ -134,7 +134,7 @@ class Everything(Regression):
         return super().training_step(batch)
 
 
-class At(lumen.Callback):
+class CallAtSteps(lumen.Callback):
     """Callback that calls a function when a step begins."""
 
     def __init__(self, **actions):

@@ -6,16 +6,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-def whole(tensor):
+def unshard(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
-def lists(named):
+def list_tensors(named):
     """Return each tensor of a dictionary, unsharded, as lists."""
-    return {name: whole(each).tolist() for name, each in named.items()}
+    return {name: unshard(each).tolist() for name, each in named.items()}
 
 
-def held_bytes():
+def count_held_bytes():
     """Return the bytes of all tensors that this process holds, each storage counted once."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     tensors = [each for each in found if not each.is_meta and each.layout is torch.strided]  # sparse: several storages

@@ -28,7 +28,7 @@ _SHOW = "\x01echo '<\x05>'\r"  # escape sequences around the line
 _LIMIT_S = 30
 
 
-def completed(shell, typed, folder, script):
+def complete_line(shell, typed, folder, script):
     """Return the line after the keys of `typed`, TABs among them, as the shell shows it."""
     words, begin = _BEGIN[shell]
     if shutil.which(shell) is None:

@@ -69,7 +69,7 @@ class Hang(Exception):
 class Seen(NamedTuple):
     """Micro-batch of a rank."""
 
-    content: object
+    make_plain_batch: object
     index: int
     number: int
     samples: int
@@ -89,30 +89,33 @@ class Step(NamedTuple):
     state: dict
 
 
-def content(batch):
+def make_plain_batch(batch):
     """Return a batch as plain data, which can be compared."""
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
     if isinstance(batch, dict):
-        return {key: content(value) for key, value in batch.items()}
+        return {key: make_plain_batch(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return [content(each) for each in batch]
+        return [make_plain_batch(each) for each in batch]
     return batch
 
 
-def read(adapter, epoch=0, position=None, limit=None, steps=None):
+def read_steps(adapter, epoch=0, position=None, limit=None, steps=None):
     """Return the steps of an epoch, or the wanted number of steps, and the position after them."""
     position, given = position or Position(), []
     windows = adapter.iterate_windows(epoch, position, limit)
     while (steps is None or len(given) < steps) and (window := next(windows, None)) is not None:
-        micros = [Seen(content(micro.batch), *(getattr(micro, name) for name in Seen._fields[1:])) for micro in window]
+        micros = [
+            Seen(make_plain_batch(micro.batch), *(getattr(micro, name) for name in Seen._fields[1:]))
+            for micro in window
+        ]
         given.append(Step(micros, window.sizes, window.last, window.state))
         position = Position(position.samples + window.samples, position.batches + len(window.sizes), window.state)
     adapter.close()
     return given, position
 
 
-def together(ranks, *, needs_dummies=False):
+def merge_ranks(ranks, *, needs_dummies=False):
     """Return the micro-batches of all ranks in the order of one process, by step.
 
     The function checks that the ranks agree about each step, have the same number of rounds, and work while they can.
@@ -138,6 +141,6 @@ def together(ranks, *, needs_dummies=False):
     return whole
 
 
-def plain(steps):
+def compare_key(steps):
     """Return the compared parts of micro-batches, without first and last marks."""
     return [[(micro.content, micro.index, micro.number, micro.samples, micro.loader) for micro in s] for s in steps]

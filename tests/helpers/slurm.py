@@ -7,7 +7,7 @@ import subprocess
 import time
 from contextlib import contextmanager
 
-from tests.helpers.jobs import free_port
+from tests.helpers.jobs import find_free_port
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 WHY_NOT = None if all(map(shutil.which, NEEDED)) and os.getuid() == 0 else "needs root and Debian's slurm-wlm, munge"
@@ -45,14 +45,14 @@ PartitionName=high Nodes={host} PriorityTier=9 PreemptMode=OFF State=UP
 
 
 @contextmanager
-def cluster(folder):
+def start_cluster(folder):
     """Start the daemons; yield the environment in which SLURM's programs find them."""
     folder.mkdir(mode=0o755)
     for name in ("state", "spool"):
         (folder / name).mkdir()
     host, cpus = socket.gethostname().split(".")[0], os.cpu_count()
     (folder / "slurm.conf").write_text(
-        _CONF.format(host=host, folder=folder, cpus=cpus, ports=[free_port(), free_port()])
+        _CONF.format(host=host, folder=folder, cpus=cpus, ports=[find_free_port(), find_free_port()])
     )
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o600)
@@ -69,8 +69,8 @@ def cluster(folder):
         for command in commands:
             with (folder / f"{command[0]}.out").open("w") as said:
                 daemons.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
-            until(lambda: files["socket"].exists(), "munged's socket")
-        until(lambda: "idle" in told(environment, "sinfo", "--noheader", "--format=%T"), "an idle node")
+            wait_until(lambda: files["socket"].exists(), "munged's socket")
+        wait_until(lambda: "idle" in run_program(environment, "sinfo", "--noheader", "--format=%T"), "an idle node")
         yield environment
     finally:
         subprocess.run(["scancel", "--user=root"], env=environment, check=False)
@@ -79,12 +79,12 @@ def cluster(folder):
             daemon.wait(30)
 
 
-def told(environment, *command):
+def run_program(environment, *command):
     """Return the output of a program of SLURM."""
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
 
-def until(is_so, what, most_s=180):
+def wait_until(is_so, what, most_s=180):
     """Wait until a condition holds."""
     end_s = time.monotonic() + most_s
     while not is_so():

@@ -5,7 +5,7 @@ import os
 import socket
 
 
-def listening(*processes):
+def find_addresses(*processes):
     """Return the addresses, without ports, of the TCP sockets of processes that listen, and of their UDP sockets."""
     inodes = {inode for process in processes for inode in _sockets_of(process)}
     found = set()
@@ -35,6 +35,6 @@ def _address(text):
     return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
 
 
-def open_to_others(addresses):
+def filter_reachable(addresses):
     """Return the addresses that other hosts may reach."""
     return {each for each in addresses if not ipaddress.ip_address(each.removeprefix("::ffff:")).is_loopback}

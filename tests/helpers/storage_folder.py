@@ -5,7 +5,7 @@ import pytest
 from lumen.checkpoint.format import manifest
 from lumen.checkpoint.format.folder import open_newest_valid, remove_checkpoint
 from lumen.distributed.processes import SINGLE_PROCESS
-from tests.helpers.checkpoints import small
+from tests.helpers.checkpoints import save_small
 
 
 def verify(folder, processes=SINGLE_PROCESS, *, removes=True):
@@ -15,7 +15,7 @@ def verify(folder, processes=SINGLE_PROCESS, *, removes=True):
     def removing(path, size):
         patch.undo()
         remove_checkpoint(folder / "step-2")
-        small(folder / "step-3")
+        save_small(folder / "step-3")
         return digest(path, size)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 from tests.helpers.ema import Normed
-from tests.helpers.optimizer_state import whole
+from tests.helpers.optimizer_state import read_unsharded_state
 from tests.helpers.tasks import loader, quiet_trainer, regression_data
 
 EPOCHS, START, SAMPLES, BATCH = 6, 3, 48, 8
@@ -23,17 +23,17 @@ class Scheduled(Normed):
         return [optimizer], [StepLR(optimizer, 2, 0.5)]
 
 
-def average(folder, callback, *callbacks, steps=None, task=None, **options):
+def train_with_swa(folder, callback, *callbacks, steps=None, task=None, **options):
     """Train; return the final parameters and the trainer."""
     task = Scheduled() if task is None else task
     length = {"max_epochs": EPOCHS} | ({} if steps is None else {"max_steps": steps})
     trainer = quiet_trainer(folder, callbacks=[callback, *callbacks], resume="auto", **length, **options)
     data = loader(SAMPLES, BATCH, shuffle=False, dtype=torch.float64)
     trainer.fit(task, data, loader(20, shuffle=False, dtype=torch.float64))
-    return {name: value.numpy() for name, value in whole(task).items()}, trainer
+    return {name: value.numpy() for name, value in read_unsharded_state(task).items()}, trainer
 
 
-def by_hand(annealing, strategy, rate=0.02, *, use_buffers=True):
+def train_by_hand(annealing, strategy, rate=0.02, *, use_buffers=True):
     """Train with torch's tools; return the mean, and the rate of each epoch."""
     task = Scheduled()
     (optimizer,), (schedule,) = task.configure_optimizers()

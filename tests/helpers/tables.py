@@ -3,7 +3,7 @@
 import csv
 
 
-def rows_of(path):
+def read_rows(path):
     """Return the rows of a CSV file, each by the names of its columns."""
     with path.open(newline="") as file:
         return [*csv.DictReader(file)]

@@ -34,7 +34,7 @@ def network(dropout=0.0, dtype=torch.float32, seed=0):
     return layers.to(dtype)
 
 
-def backward(net):
+def backpropagate(net):
     """Compute the gradients of a `network` in float64 over all of `regression_data`. Return the loss."""
     inputs, targets = regression_data(dtype=torch.float64)
     net.zero_grad(set_to_none=True)
@@ -127,14 +127,14 @@ class Seeing(lumen.TaskModule):
         return torch.cat(batches).tolist()
 
 
-def seen(tmp_path, data, **options):
+def read_batches(tmp_path, data, **options):
     """Return the batches that a task gets from a loader."""
     task = Seeing()
     bare_trainer(tmp_path, **{"max_epochs": 2} | options).fit(task, data)
     return task
 
 
-def numbers(samples=20):
+def make_numbers(samples=20):
     """Return a data set whose samples are their numbers."""
     return TensorDataset(torch.arange(samples))
 
@@ -150,5 +150,5 @@ class Saving(lumen.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def plain(batches):
+def as_lists(batches):
     return [torch.as_tensor(batch[0] if isinstance(batch, (list, tuple)) else batch).tolist() for batch in batches]

@@ -6,7 +6,7 @@ import lumen
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
-class Says(lumen.Callback):
+class LogMessages(lumen.Callback):
     """Callback that logs a message of each level with a named logger."""
 
     def __init__(self, *names):
@@ -18,11 +18,11 @@ class Says(lumen.Callback):
                 logging.getLogger(name).log(level, "said at %d", level)
 
 
-def fit_saying(folder, *names, task=None, data=None, **options):
-    trainer = quiet_trainer(folder, **{"max_steps": 1, "log_level": "INFO", "callbacks": Says(*names)} | options)
+def fit_with_messages(folder, *names, task=None, data=None, **options):
+    trainer = quiet_trainer(folder, **{"max_steps": 1, "log_level": "INFO", "callbacks": LogMessages(*names)} | options)
     trainer.fit(task or Regression(), data or loader())
     return (trainer.run_directory / "run.log").read_text().splitlines()
 
 
-def said(lines):
+def filter_messages(lines):
     return [line.split(" ", 2)[2] for line in lines if ": said" in line]

@@ -344,7 +344,7 @@ class Make:
         return BuiltTraining(task, data, lumen.Trainer(seed=seed, **change(given)), None)
 
 
-def observed(folder, variant, make, precision="fp64"):
+def observe(folder, variant, make, precision="fp64"):
     """Return the results of a variant on this process and the others of its group."""
     place = folder / variant.name
     place.mkdir(exist_ok=True)
@@ -357,7 +357,7 @@ def observed(folder, variant, make, precision="fp64"):
     return VariantResult(variant, place, [outcome], failure)
 
 
-def why(reference, other, tolerance=0.0, about=()):
+def find_cause(reference, other, tolerance=0.0, about=()):
     """Return the cause of the first difference between two results, or None."""
     if other.failure:
         return explain_failure(other, reference)

@@ -27,7 +27,7 @@ class Stuck(Dataset):
         return torch.ones(6), torch.ones(1)
 
 
-class Said(logging.Handler):
+class ReportFile(logging.Handler):
     def __init__(self, path):
         super().__init__()
         self.path, self.texts = path, []
@@ -38,8 +38,8 @@ class Said(logging.Handler):
             self.path.touch()
 
 
-def stuck_fit(folder, workers, strategy, indices=(5,)):
-    said = Said(folder / f"said-{time.monotonic_ns()}")
+def fit_until_stuck(folder, workers, strategy, indices=(5,)):
+    said = ReportFile(folder / f"said-{time.monotonic_ns()}")
     logging.getLogger("lumen").addHandler(said)
     try:
         trainer = quiet_trainer(

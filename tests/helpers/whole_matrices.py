@@ -34,12 +34,15 @@ class Shampoo(Optimizer):
                 state["sums"][0] += grad @ grad.T
                 state["sums"][1] += grad.T @ grad
                 if state["step"] % 2:
-                    state["roots"] = {"left": root(state["sums"][0]), "right": root(state["sums"][1])}
+                    state["roots"] = {
+                        "left": compute_inverse_root(state["sums"][0]),
+                        "right": compute_inverse_root(state["sums"][1]),
+                    }
                 state["moment"].mul_(group["momentum"]).add_(state["roots"]["left"] @ grad @ state["roots"]["right"])
                 p.sub_(state["moment"], alpha=group["lr"])
 
 
-def root(matrix):
+def compute_inverse_root(matrix):
     """Return the inverse fourth root."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ torch.diag(values.clamp(min=1e-12) ** -0.25) @ vectors.T

@@ -35,7 +35,7 @@ CONFIG = {
 }
 
 
-def commands_in(text):
+def find_commands(text):
     """Return every command that a run has printed, by the word before it."""
     return dict(re.findall(r"^(\w+): ((?:lumen|python\S*) .*)$", text, re.MULTILINE))
 

@@ -22,7 +22,7 @@ from torchmetrics import MeanAbsoluteError
 import lumen
 from lumen.optim import MultiOptimizer, WholeMatrices
 from tests.helpers.loader_run import Forgetful, Sharded, Shuffling
-from tests.helpers.object_server import environment_of
+from tests.helpers.object_server import make_environment
 from tests.helpers.tasks import FEATURES, Drawing, loader
 from tests.promises.lives import BUCKET
 from tests.promises.strikes import Strike, Striker
@@ -193,7 +193,7 @@ def main(
 ):  # fmt: skip
     torch.set_num_threads(1)
     lumen.seed_everything(7)
-    os.environ |= environment_of(s3) if s3 else {}
+    os.environ |= make_environment(s3) if s3 else {}
     trainer = lumen.Trainer(
         strategy=STRATEGIES[strategy](), devices=devices, accelerator="cpu", max_epochs=max_epochs, max_steps=max_steps,
         accumulate_grad_batches=1 if by_hand else accumulate, precision=precision,

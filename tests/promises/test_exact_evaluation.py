@@ -21,7 +21,7 @@ TOLERANCE = 1e-11
 AUROC_TOLERANCE = 1e-6  # torchmetrics computes it in float32
 
 
-def data_of(count):
+def make_data(count):
     """Return inputs (count, 6), classes (count) and numbers (count)."""
     generator = torch.Generator().manual_seed(count)
     inputs = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
@@ -33,7 +33,7 @@ STRATEGIES = {"fsdp with stand-ins": lambda: lumen.FSDP(unshard_in_evaluation=Fa
 
 class Samples(Dataset):
     def __init__(self, count):
-        self.data = data_of(count)
+        self.data = make_data(count)
 
     def __len__(self):
         return len(self.data[0])
@@ -66,7 +66,7 @@ class Part(Stream):
 KINDS = {"map-style": Samples, "iterable": Stream, "in parts": Part}
 
 
-def loader_of(kind, count):
+def make_loader(kind, count):
     return DataLoader(KINDS[kind](count), BATCH)
 
 
@@ -121,7 +121,7 @@ class Classifier(lumen.TaskModule):
 
 
 def training_loader():
-    inputs, classes, _ = data_of(50)
+    inputs, classes, _ = make_data(50)
     return DataLoader(TensorDataset(inputs, classes), 4, shuffle=True)
 
 
@@ -134,19 +134,21 @@ def evaluate(folder, kind, count, strategy):
         return bare_trainer(folder, strategy=chosen, num_sanity_val_steps=0, **options)
 
     found = {
-        "validate": trainer().validate(Classifier(), loader_of(kind, count))[0],
-        "test": trainer().test(Classifier(), loader_of(kind, count))[0],
-        "predict": joined(trainer().predict(Classifier(), loader_of(kind, count))),
+        "validate": trainer().validate(Classifier(), make_loader(kind, count))[0],
+        "test": trainer().test(Classifier(), make_loader(kind, count))[0],
+        "predict": join_batches(trainer().predict(Classifier(), make_loader(kind, count))),
     }
     fitting = trainer(max_steps=3, global_batch_size=12, val_check_interval=3)
-    fitting.fit(Classifier(), training_loader(), val_dataloaders=loader_of(kind, count))
+    fitting.fit(Classifier(), training_loader(), val_dataloaders=make_loader(kind, count))
     found["fit"] = {name: fitting.newest_values[name] for name in found["validate"]}
-    two = trainer().predict(Classifier(), [loader_of(kind, count), loader_of(kind, 3)])
-    found["two loaders"] = joined(two[0]) | {f"{name} of the second": part for name, part in joined(two[1]).items()}
+    two = trainer().predict(Classifier(), [make_loader(kind, count), make_loader(kind, 3)])
+    found["two loaders"] = join_batches(two[0]) | {
+        f"{name} of the second": part for name, part in join_batches(two[1]).items()
+    }
     return found
 
 
-def joined(batches):
+def join_batches(batches):
     return {name: torch.cat([batch[name] for batch in batches]).tolist() for name in batches[0]}
 
 
@@ -163,7 +165,7 @@ def compare(found, alone, *, in_parts):
             if in_parts and name.startswith(("noise", "last")):
                 continue
             if in_parts and isinstance(value, list):
-                ours = by_number(ours, found[stage][f"number{' of the second' * name.endswith('second')}"])
+                ours = sort_by_number(ours, found[stage][f"number{' of the second' * name.endswith('second')}"])
             difference = (
                 (torch.tensor(ours, dtype=torch.float64) - torch.tensor(value, dtype=torch.float64)).abs().max()
             )
@@ -171,7 +173,7 @@ def compare(found, alone, *, in_parts):
             assert difference <= tolerance, f"{name} of {stage} differs by {difference}"
 
 
-def by_number(values, numbers):
+def sort_by_number(values, numbers):
     assert sorted(numbers) == list(range(len(numbers)))
     return [value for _, value in sorted(zip(numbers, values, strict=True))]
 
@@ -190,7 +192,7 @@ def check(group, folder, world, strategy, cases):
 @pytest.mark.parametrize("kind", ["map-style", "iterable"])
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 def test_one_process_gives_what_plain_code_gives(tmp_path, kind, count):
-    inputs, classes, numbers = data_of(count)
+    inputs, classes, numbers = make_data(count)
     task = Classifier().eval()
     with torch.no_grad():
         scores = task(inputs)

@@ -14,8 +14,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.helpers.jobs import Nursery, is_alive, script, torchrun
-from tests.helpers.object_server import environment_of, object_server
+from tests.helpers.jobs import Nursery, is_alive, start_script, start_torchrun
+from tests.helpers.object_server import make_environment, serve_objects
 from tests.promises.lives import BUCKET, MODULE, Lives
 from tests.promises.resumable_run import EPOCHS, SAMPLES, STREAMS
 
@@ -78,7 +78,7 @@ def nursery():
 
 
 @pytest.fixture(scope="session")
-def undisturbed(nursery, tmp_path_factory):
+def uninterrupted_run(nursery, tmp_path_factory):
     """Return the directory of an uninterrupted run with these options."""
     made = {}
 
@@ -96,12 +96,12 @@ def undisturbed(nursery, tmp_path_factory):
 @pytest.mark.parametrize(
     "which", [pytest.param(name, marks=getattr(pytest.mark, TIERS[name]) if name in TIERS else ()) for name in KILLS]
 )
-def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
+def test_three_kills_leave_no_trace(tmp_path, nursery, uninterrupted_run, which):
     options, strikes = KILLS[which]
     lives = Lives(tmp_path / "killed", nursery, options)
     for strike in strikes:
         assert lives.live(strike)
-    seen = lives.end(undisturbed(**options))
+    seen = lives.end(uninterrupted_run(**options))
     if "rolls_back" in options or "stream" in options:  # some batches are skipped
         return
     for epoch in range(EPOCHS if options.get("max_steps") is None else EPOCHS - 1):
@@ -112,21 +112,21 @@ def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
 @pytest.mark.parametrize(
     ("options", "start", "strike"),
     [
-        pytest.param(DDP_2, script, (1, "train", 7), marks=pytest.mark.slow),
-        (FSDP_2, torchrun, (0, "operation", 40)),
-        pytest.param(DDP_2, torchrun, (0, "validate", 3), marks=pytest.mark.torture),
-        pytest.param(FSDP_2, script, (1, "operation", 3), marks=pytest.mark.torture),
+        pytest.param(DDP_2, start_script, (1, "train", 7), marks=pytest.mark.slow),
+        (FSDP_2, start_torchrun, (0, "operation", 40)),
+        pytest.param(DDP_2, start_torchrun, (0, "validate", 3), marks=pytest.mark.torture),
+        pytest.param(FSDP_2, start_script, (1, "operation", 3), marks=pytest.mark.torture),
     ],
     ids=["ddp script", "fsdp torchrun", "ddp torchrun", "fsdp script"],
 )
-def test_job_with_killed_rank_ends_and_resumes(tmp_path, nursery, undisturbed, options, start, strike):
+def test_job_with_killed_rank_ends_and_resumes(tmp_path, nursery, uninterrupted_run, options, start, strike):
     lives = Lives(tmp_path / "killed", nursery, options)
     assert lives.live(strike, start=start)
     assert lives.longest_s < 15
-    lives.end(undisturbed(**options))
+    lives.end(uninterrupted_run(**options))
 
 
-def kill_at_every_operation(directory, nursery, undisturbed, options, rank):
+def kill_at_every_operation(directory, nursery, uninterrupted_run, options, rank):
     """Kill a run in each attempt, one operation of a save later every time. Return the number of operations."""
     options = options | {"accumulate": 1, "max_epochs": 6}
     lives = Lives(directory, nursery, options)
@@ -137,7 +137,7 @@ def kill_at_every_operation(directory, nursery, undisturbed, options, rank):
         assert lives.live((rank, "operation", operation))
         if len(lives.noted("saves")) >= before + 2:
             break
-    lives.end(undisturbed(**options))
+    lives.end(uninterrupted_run(**options))
     return operation
 
 
@@ -153,8 +153,8 @@ def kill_at_every_operation(directory, nursery, undisturbed, options, rank):
     ],
     ids=["one process", "ddp", "ddp asynchronous", "fsdp", "fsdp asynchronous"],
 )
-def test_kills_at_any_save_operation_leave_no_trace(tmp_path, nursery, undisturbed, options, rank, least):
-    assert kill_at_every_operation(tmp_path / "killed", nursery, undisturbed, options, rank) > least
+def test_kills_at_any_save_operation_leave_no_trace(tmp_path, nursery, uninterrupted_run, options, rank, least):
+    assert kill_at_every_operation(tmp_path / "killed", nursery, uninterrupted_run, options, rank) > least
 
 
 # ---------------------------------------------------------------------- random kills
@@ -168,9 +168,9 @@ class Hunter:
         victims: Number of kills of each kind.
     """
 
-    def __init__(self, directory, nursery, seed, s3):
+    def __init__(self, directory, nursery, seed, bucket_url):
         self.draw = random.Random(seed)
-        self.options = self.draw_options() | {"s3": self.draw.choice([None, s3])}
+        self.options = self.draw_options() | {"s3": self.draw.choice([None, bucket_url])}
         self.lives = Lives(directory, nursery, self.options)
         self.victims = Counter()
 
@@ -215,15 +215,15 @@ class Hunter:
         def kill(job):
             self.wait(job, delay_s)
             pids = [job.pids[rank] for rank in ranks]
-            shoot(children_of(pids[0])[:1] if kind == "a data worker" else pids)
+            shoot(list_children(pids[0])[:1] if kind == "a data worker" else pids)
 
         return f"{kind}, sometime", self.lives.live(kill=kill, fails=kind == "a data worker")
 
     def shoot_as_user(self):
         """Kill a job started like a user's at a random time, perhaps during its start."""
-        start = self.draw.choice([script, torchrun] if self.options["devices"] > 1 else [script])
+        start = self.draw.choice([start_script, start_torchrun] if self.options["devices"] > 1 else [start_script])
         # torchrun's ranks outlive it
-        rank = self.draw.choice([*range(self.options["devices"]), *([None] if start is script else [])])
+        rank = self.draw.choice([*range(self.options["devices"]), *([None] if start is start_script else [])])
         in_start, delay_s = self.draw.random() < 0.3, self.draw.uniform(0, 2)
 
         def kill(job):
@@ -253,17 +253,17 @@ def shoot(pids):
             os.kill(pid, signal.SIGKILL)
 
 
-def children_of(pid):
+def list_children(pid):
     with suppress(FileNotFoundError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
 @pytest.fixture
-def s3(monkeypatch):
+def bucket_url(monkeypatch):
     """Return the URL of a server with an empty bucket, which this process uses."""
-    with object_server() as url:
-        for name, value in environment_of(url).items():
+    with serve_objects() as url:
+        for name, value in make_environment(url).items():
             monkeypatch.setenv(name, value)
         store = fsspec.filesystem("s3", skip_instance_cache=True)
         store.mkdir(BUCKET)
@@ -271,10 +271,10 @@ def s3(monkeypatch):
         type(store).clear_instance_cache()
 
 
-def hunted(directory, nursery, seed, s3, kills):
+def compare_hunted_run(directory, nursery, seed, bucket_url, kills):
     """Compare an uninterrupted and an often killed run, drawn by a seed. Return who killed the run."""
     directory.mkdir()
-    hunter = Hunter(directory / "killed", nursery, seed, s3)
+    hunter = Hunter(directory / "killed", nursery, seed, bucket_url)
     assert not Lives(directory / "undisturbed", nursery, hunter.options).live()
     hunter.kill(kills)
     for number in (1, 2):  # on_train_end, on_fit_end
@@ -287,18 +287,18 @@ def hunted(directory, nursery, seed, s3, kills):
 @pytest.mark.slow
 @pytest.mark.time_limit(900)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.torture)])
-def test_kills_at_random_moments_leave_no_trace(tmp_path, nursery, seed, s3):
-    assert hunted(tmp_path / "run", nursery, seed, s3, kills=10).victims
+def test_kills_at_random_moments_leave_no_trace(tmp_path, nursery, seed, bucket_url):
+    assert compare_hunted_run(tmp_path / "run", nursery, seed, bucket_url, kills=10).victims
 
 
 @pytest.mark.torture
 @pytest.mark.time_limit(1_000_000)
-def test_hundreds_of_kills_leave_no_trace(tmp_path, nursery, s3):
+def test_hundreds_of_kills_leave_no_trace(tmp_path, nursery, bucket_url):
     wanted = int(os.environ.get("LUMEN_TORTURE_KILLS", "200"))
     first = int(os.environ.get("LUMEN_TORTURE_SEED", "0"))
     victims, kinds, longest_s = Counter(), Counter(), 0.0
     for seed in count(first):
-        hunter = hunted(tmp_path / str(seed), nursery, seed, s3, kills=16)
+        hunter = compare_hunted_run(tmp_path / str(seed), nursery, seed, bucket_url, kills=16)
         shutil.rmtree(tmp_path / str(seed))
         victims += hunter.victims
         kinds[f"{hunter.options['strategy']} {hunter.options['devices']}"] += hunter.victims.total()

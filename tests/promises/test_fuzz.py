@@ -38,7 +38,7 @@ VALUES = st.recursive(
 
 
 @st.composite
-def changed(draw, value, changes=3):
+def change_values(draw, value, changes=3):
     """Return plain data with changed values in a few places, entries removed, or entries added."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, changes))):
@@ -113,10 +113,10 @@ def forge_checkpoints(inputs, data):
     del manifest["sha256"], manifest["digest"]
     what = data.draw(st.sampled_from(["manifest", "state", "tensors"]))
     if what == "manifest":
-        manifest = data.draw(changed(manifest))
+        manifest = data.draw(change_values(manifest))
     elif what == "state":
         state = json.loads((checkpoint / "state.json").read_text())
-        _replace(manifest, checkpoint, "state.json", _json(data.draw(changed(state))))
+        _replace(manifest, checkpoint, "state.json", _json(data.draw(change_values(state))))
     else:
         name = data.draw(st.sampled_from(sorted(name for name in manifest["files"] if name.endswith(".safetensors"))))
         text = bytearray((checkpoint / name).read_bytes())
@@ -169,13 +169,13 @@ class Failing(Scheduled):
         return {}["mine"]
 
 
-def unreadable(samples):
+def fail_in_collate(samples):
     """Fail in a data worker; the error has no frame of this function in the run's process."""
     raise KeyError("not there")
 
 
 def test_errors_of_the_task_stay_in_resumed_runs(inputs):
-    in_worker = loader(num_workers=1, collate_fn=unreadable)
+    in_worker = loader(num_workers=1, collate_fn=fail_in_collate)
     for task, data, message in ((Failing(), loader(), "mine"), (Scheduled(), in_worker, "not there")):
         trainer = quiet_trainer(inputs.folder / "whole", max_steps=9, resume=inputs.checkpoint)
         with pytest.raises(KeyError, match=message):
@@ -198,7 +198,7 @@ def _replace(manifest, checkpoint, name, text):
 def forge_configs(inputs, data):
     """Read a config with values of another kind in a few places, or text that is nearly YAML."""
     if data.draw(st.booleans()):
-        text = yaml.safe_dump(data.draw(changed(CONFIG)), allow_unicode=True)
+        text = yaml.safe_dump(data.draw(change_values(CONFIG)), allow_unicode=True)
     else:
         text = yaml.safe_dump(CONFIG)
         at = data.draw(st.integers(0, len(text)))

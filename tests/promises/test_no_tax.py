@@ -45,12 +45,12 @@ class Logging(Regression):
         return loss
 
 
-def data(samples):
+def make_data(samples):
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randn(samples, 6, generator=generator), torch.randn(samples, 1, generator=generator))
 
 
-def calls_per_batch(run):
+def count_calls_per_batch(run):
     """Return the calls of Lumen's Python functions for a batch, without the fixed calls of a run.
 
     Args:
@@ -58,7 +58,7 @@ def calls_per_batch(run):
     """
 
     def count(batches):
-        loader = DataLoader(data(4 * batches), batch_size=4)
+        loader = DataLoader(make_data(4 * batches), batch_size=4)
         profile = cProfile.Profile()
         profile.runcall(run, loader)
         found = pstats.Stats(profile).stats.items()
@@ -68,19 +68,19 @@ def calls_per_batch(run):
     return (count(240) - count(80)) / 160
 
 
-def calls_per_step(tmp_path, task, **options):
-    return calls_per_batch(lambda loader: bare_trainer(tmp_path, max_epochs=1, **options).fit(task, loader))
+def count_calls_per_step(tmp_path, task, **options):
+    return count_calls_per_batch(lambda loader: bare_trainer(tmp_path, max_epochs=1, **options).fit(task, loader))
 
 
 @pytest.mark.parametrize(("names", "most"), [(0, 71), (1, 74), (10, 101)])
 def test_a_step_calls_few_functions_of_lumens_own(tmp_path, names, most):
-    assert calls_per_step(tmp_path, Logging(names)) <= most
+    assert count_calls_per_step(tmp_path, Logging(names)) <= most
 
 
 def test_clipping_and_accumulation_add_few_calls(tmp_path):
-    plain = calls_per_step(tmp_path, Regression())
-    assert calls_per_step(tmp_path, Regression(), gradient_clip_val=1.0) <= plain + 7
-    assert calls_per_step(tmp_path, Regression(), accumulate_grad_batches=8) < 0.55 * plain
+    plain = count_calls_per_step(tmp_path, Regression())
+    assert count_calls_per_step(tmp_path, Regression(), gradient_clip_val=1.0) <= plain + 7
+    assert count_calls_per_step(tmp_path, Regression(), accumulate_grad_batches=8) < 0.55 * plain
 
 
 @pytest.mark.parametrize("options", [{"on_step": True, "on_epoch": True}, {"prog_bar": True}, {"reduce_fx": "max"}])
@@ -96,7 +96,7 @@ def test_logged_names_cost_linear_time(tmp_path, options):
             self.log_dict({f"val_{number}": 0.5 for number in range(self.names)}, **options)
 
     def calls(names):
-        loaders, profile = [DataLoader(data(8), batch_size=4) for _ in range(2)], cProfile.Profile()
+        loaders, profile = [DataLoader(make_data(8), batch_size=4) for _ in range(2)], cProfile.Profile()
         trainer = quiet_trainer(tmp_path / str(names), max_epochs=2, log_every_n_steps=1, enable_checkpointing=False)
         profile.runcall(trainer.fit, Named(names), loaders[0], val_dataloaders=loaders[1])
         found = pstats.Stats(profile).stats.items()
@@ -107,7 +107,7 @@ def test_logged_names_cost_linear_time(tmp_path, options):
 
 
 def test_evaluation_makes_few_python_calls_per_batch(tmp_path):
-    assert calls_per_batch(lambda loader: bare_trainer(tmp_path).validate(Regression(), loader)) <= 40
+    assert count_calls_per_batch(lambda loader: bare_trainer(tmp_path).validate(Regression(), loader)) <= 40
 
 
 EVERY_STEP = [
@@ -125,15 +125,15 @@ MAKING = {
 }  # fmt: skip
 
 
-def operations(code):
+def list_instructions(code):
     """Return the instructions of a function and of the functions that it defines."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return {each.opname for each in dis.get_instructions(code)}.union(*map(operations, inner))
+    return {each.opname for each in dis.get_instructions(code)}.union(*map(list_instructions, inner))
 
 
 @pytest.mark.parametrize("function", EVERY_STEP, ids=lambda function: function.__qualname__)
 def test_per_step_code_makes_no_strings_or_dictionaries(function):
-    assert not operations(function.__code__) & MAKING
+    assert not list_instructions(function.__code__) & MAKING
 
 
 # ---------------------------------------------------------------------- faster batches are equal batches
@@ -240,7 +240,7 @@ def test_accumulated_step_holds_one_batch(tmp_path):
             Held.most = max(Held.most, len(Held.alive))
             return super().training_step(batch)
 
-    bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=8).fit(Held(), DataLoader(data(64), batch_size=4))
+    bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=8).fit(Held(), DataLoader(make_data(64), batch_size=4))
     assert Held.most <= 2
 
 
@@ -284,7 +284,7 @@ def test_rows_of_any_dtype_equal_plain_dataloader(tmp_path, dtype):
     generator = torch.Generator().manual_seed(0)
     size = 2 if dtype is torch.bool else 256
     raw = torch.randint(size, (30, 8), dtype=torch.uint8, generator=generator)
-    made, task = TensorDataset(*data(30).tensors, raw.view(dtype)), Seen()
+    made, task = TensorDataset(*make_data(30).tensors, raw.view(dtype)), Seen()
     bare_trainer(tmp_path, max_epochs=1).fit(task, DataLoader(made, batch_size=7))
     for ours, theirs in zip(task.batches, DataLoader(made, batch_size=7), strict=True):
         assert ours[2].dtype == theirs[2].dtype
@@ -306,7 +306,7 @@ def test_an_optimizers_own_zero_grad_is_called(tmp_path):
         def configure_optimizers(self):
             return Own(self.parameters(), 0.01)
 
-    bare_trainer(tmp_path, max_steps=5).fit(Task(), DataLoader(data(40), batch_size=4))
+    bare_trainer(tmp_path, max_steps=5).fit(Task(), DataLoader(make_data(40), batch_size=4))
     assert Own.calls == 5
 
 
@@ -331,7 +331,7 @@ def test_gradients_of_added_group_are_zeroed(tmp_path):
             self.seen.append(self.late.grad.item())
 
     task = Task()
-    bare_trainer(tmp_path, max_steps=5).fit(task, DataLoader(data(40), batch_size=4))
+    bare_trainer(tmp_path, max_steps=5).fit(task, DataLoader(make_data(40), batch_size=4))
     assert task.seen[2:] == [1.0] * 3
 
 
@@ -351,7 +351,7 @@ class Stepping(Regression):
 
 
 def fit_three_steps(tmp_path, task):
-    bare_trainer(tmp_path, max_steps=3).fit(task, DataLoader(data(40), batch_size=4))
+    bare_trainer(tmp_path, max_steps=3).fit(task, DataLoader(make_data(40), batch_size=4))
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])

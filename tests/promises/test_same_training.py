@@ -106,20 +106,20 @@ class FirstGradients(lumen.TaskModule):
         self.gradients = {}
 
     def training_step(self, batch):
-        return loss_of(self.net, [part.float() for part in batch], Case(tokens=True))
+        return compute_loss(self.net, [part.float() for part in batch], Case(tokens=True))
 
     def on_before_optimizer_step(self, optimizer):
         self.gradients = {name: whole(parameter.grad).numpy() for name, parameter in self.net.named_parameters()}
 
     def configure_optimizers(self):
-        return optimizer_of(self)
+        return make_optimizer(self)
 
 
-def optimizer_of(net):
+def make_optimizer(net):
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
-def loss_of(net, batch, case):
+def compute_loss(net, batch, case):
     """Return the mean loss of a micro-batch and its weight."""
     inputs, targets, tokens = batch
     with torch.autocast("cpu", enabled=False):  # the test of the scaler runs in float64
@@ -141,27 +141,27 @@ class Task(lumen.TaskModule):
         self.norms, self.states = [], []
 
     def training_step(self, batch, batch_idx):
-        loss, weight = loss_of(self.net, batch, self.case)
+        loss, weight = compute_loss(self.net, batch, self.case)
         if self.case.scaler and batch_idx == OVERFLOWS_AT and not self.current_epoch:
             loss = loss * 1e306
         self.log("loss", loss, weight=weight)
         return (loss, weight) if self.case.tokens else loss
 
     def on_before_optimizer_step(self, optimizer):
-        self.norms.append(norm_of([whole(parameter.grad) for parameter in self.parameters()]))
+        self.norms.append(compute_norm([whole(parameter.grad) for parameter in self.parameters()]))
 
     def on_step_end(self):
         self.states.append(torch.cat([whole(p.detach()).flatten() for p in self.parameters()]).numpy())
 
     def configure_optimizers(self):
-        return optimizer_of(self)
+        return make_optimizer(self)
 
 
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def norm_of(gradients):
+def compute_norm(gradients):
     return float(torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients])))
 
 
@@ -179,7 +179,7 @@ class Losses(lumen.Logger):
             self.losses.append(metrics["loss"])
 
 
-def by_lumen(folder, case, steps, strategy, accumulate):
+def train_with_lumen(folder, case, steps, strategy, accumulate):
     """Train with Lumen on all processes of the group; return losses, gradient norms and parameters of every step."""
     if isinstance(strategy, tuple):
         strategy = getattr(lumen, strategy[0])(**strategy[1])
@@ -194,10 +194,10 @@ def by_lumen(folder, case, steps, strategy, accumulate):
 
 
 @cache
-def by_hand(case, steps):
+def train_by_hand(case, steps):
     """Train in a plain loop on one process, which adds up the micro-batches' parts of the full-batch gradient."""
     net, samples = build(case), Samples(case)
-    optimizer = optimizer_of(net)
+    optimizer = make_optimizer(net)
     scaler = torch.amp.GradScaler("cpu", enabled=case.scaler)
     losses, norms, states = [], [], []
     epoch = micro = done = 0
@@ -219,14 +219,14 @@ def by_hand(case, steps):
             mean = 0.0
             for number, batch in enumerate(batches):
                 seed_generators(make_key(SEED, Domain.TRAIN, micro))
-                loss, weight = loss_of(net, batch, case)
+                loss, weight = compute_loss(net, batch, case)
                 if case.scaler and epoch == 0 and index * STEP // BATCH + number == OVERFLOWS_AT:
                     loss = loss * 1e306
                 scaler.scale(loss * (weight / total)).backward()
                 mean += loss.item() * weight / total
                 micro += 1
             scaler.unscale_(optimizer)
-            norms.append(norm_of([parameter.grad for parameter in net.parameters()]))
+            norms.append(compute_norm([parameter.grad for parameter in net.parameters()]))
             if case.clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), case.clip)
             scaler.step(optimizer)
@@ -243,7 +243,7 @@ def by_hand(case, steps):
     return losses, norms, states
 
 
-def difference(ours, expected):
+def compute_difference(ours, expected):
     """Return the largest difference of losses, finite gradient norms and parameters over all steps."""
     worst = []
     for one, other in zip(ours, expected, strict=True):
@@ -263,20 +263,20 @@ STRATEGIES = {
 }
 
 
-def by_strategy(folder, strategy, accumulate, steps, name):
-    return by_lumen(folder, (CASES | TOGETHER)[name], steps, STRATEGIES[strategy], accumulate)
+def train_with_strategy(folder, strategy, accumulate, steps, name):
+    return train_with_lumen(folder, (CASES | TOGETHER)[name], steps, STRATEGIES[strategy], accumulate)
 
 
 def check(results, steps, title):
     for name, ours in results.items():
-        loss, norm, parameters = difference(ours, by_hand((CASES | TOGETHER)[name], steps))
+        loss, norm, parameters = compute_difference(ours, train_by_hand((CASES | TOGETHER)[name], steps))
         print(f"{title:24} {name:40} loss {loss:.1e}  norm {norm:.1e}  parameters {parameters:.1e}")
         assert max(loss, norm, parameters) < TOLERANCE, f"{title}, {name}"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_with_four_micro_batches(tmp_path, name):
-    check({name: by_lumen(tmp_path, CASES[name], 50, "single", 4)}, 50, "single, 1 x 4")
+    check({name: train_with_lumen(tmp_path, CASES[name], 50, "single", 4)}, 50, "single, 1 x 4")
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_one_process_with_four_micro_batches(tmp_path, name):
 )
 def test_several_processes_over_fifty_steps(tmp_path, group, strategy, world):
     for name in TOGETHER:
-        ours = group(world).run(by_strategy, tmp_path, strategy, 4 // world, 50, name)[0]
+        ours = group(world).run(train_with_strategy, tmp_path, strategy, 4 // world, 50, name)[0]
         check({name: ours}, 50, f"{strategy}, {world} x {4 // world}")
 
 
@@ -304,10 +304,10 @@ def test_several_processes_over_fifty_steps(tmp_path, group, strategy, world):
 @pytest.mark.parametrize("strategy", ["DDP", "hybrid 2x2"])
 def test_four_processes_over_a_few_steps(tmp_path, group, strategy):
     for name in ("ragged last batch", "clipping"):
-        check({name: group(4).run(by_strategy, tmp_path, strategy, 1, 6, name)[0]}, 6, f"{strategy}, 4 x 1")
+        check({name: group(4).run(train_with_strategy, tmp_path, strategy, 1, 6, name)[0]}, 6, f"{strategy}, 4 x 1")
 
 
-def first_gradients(folder, strategy, accumulate):
+def train_to_first_gradients(folder, strategy, accumulate):
     strategy = STRATEGIES[strategy]
     task = FirstGradients()
     trainer = quiet_trainer(
@@ -320,10 +320,10 @@ def first_gradients(folder, strategy, accumulate):
 
 @pytest.mark.parametrize("strategy", ["DDP", "full_shard"])
 def test_first_gradients_in_float32_are_equal_within_rounding(tmp_path, group, strategy):
-    ours = group(2).run(first_gradients, tmp_path, strategy, 2)[0]
+    ours = group(2).run(train_to_first_gradients, tmp_path, strategy, 2)[0]
     net, samples = build(Case()).float(), Samples(Case())
     order = make_epoch_order(SAMPLES, SEED, 0, shuffle=True)[:STEP]
-    loss_of(net, [values[order].float() for values in (samples.inputs, samples.targets, samples.tokens)],
+    compute_loss(net, [values[order].float() for values in (samples.inputs, samples.targets, samples.tokens)],
             Case(tokens=True))[0].backward()  # fmt: skip
     for name, parameter in net.named_parameters():
         by_hand = parameter.grad.numpy()

@@ -11,12 +11,12 @@ import pytest
 
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from tests.helpers import ROOT
-from tests.helpers.asynchronous_saves import folder, names
+from tests.helpers.asynchronous_saves import get_checkpoint_folder, list_checkpoints
 from tests.helpers.programs import run_python
 
 IMPATIENT = """
 import os, sys, threading, time
-from tests.helpers.asynchronous_saves import Moving, fit, saving
+from tests.helpers.asynchronous_saves import Moving, fit, make_saver
 from pathlib import Path
 
 fsync = os.fsync
@@ -32,7 +32,7 @@ class Slow(Moving):
         time.sleep(0.05)
         return super().training_step(batch)
 
-fit(Path(sys.argv[1]), saving(every_n_train_steps=2), Slow(), max_epochs=1000, log_level="WARNING")
+fit(Path(sys.argv[1]), make_saver(every_n_train_steps=2), Slow(), max_epochs=1000, log_level="WARNING")
 """
 
 
@@ -47,16 +47,16 @@ def test_python_exit_waits_for_save_despite_interrupts(tmp_path):
             time.sleep(0.3)
         errors = child.communicate(timeout=60)[1]
     assert child.returncode in (130, -signal.SIGINT), errors
-    assert names(tmp_path) == ["step-00000002"], errors
+    assert list_checkpoints(tmp_path) == ["step-00000002"], errors
     assert errors.count("SIGINT: stopping once the checkpoint in progress is written") == 1, errors
-    Checkpoint.open(folder(tmp_path) / "step-00000002")
+    Checkpoint.open(get_checkpoint_folder(tmp_path) / "step-00000002")
 
 
 KILLED = """
 import os, sys, threading, time
 from pathlib import Path
 import torch
-from tests.helpers.asynchronous_saves import Moving, fit, saving
+from tests.helpers.asynchronous_saves import Moving, fit, make_saver
 
 torch.set_num_threads(1)
 directory, strategy, held, step_s = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
@@ -74,7 +74,7 @@ class Slow(Moving):
         return super().training_step(batch)
 
 options = {"max_epochs": 100_000} if held != "none" else {"max_steps": 9}
-fit(directory, saving(), Slow(), strategy=strategy, resume="auto", log_every_n_steps=10_000, **options)
+fit(directory, make_saver(), Slow(), strategy=strategy, resume="auto", log_every_n_steps=10_000, **options)
 """
 
 
@@ -83,7 +83,7 @@ def test_killed_rank_ends_ranks_that_wait_for_it(tmp_path, strategy, victim):
     job = start_ranks(tmp_path, strategy, str(victim))
     assert job[victim].stdout.readline().strip() == "saving"
     time.sleep(0.5)  # the other one now waits for this one
-    assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+    assert list_checkpoints(tmp_path)[0].startswith("step-00000004.tmp-")
     job[victim].kill()
     killed_s = time.monotonic()
     _, errors = job[1 - victim].communicate(timeout=60)
@@ -91,11 +91,11 @@ def test_killed_rank_ends_ranks_that_wait_for_it(tmp_path, strategy, victim):
     assert job[1 - victim].returncode == 1, errors
     assert "ProcessLost" in errors
     job[victim].communicate()
-    assert find_checkpoints(folder(tmp_path)) == []
+    assert find_checkpoints(get_checkpoint_folder(tmp_path)) == []
     for process in start_ranks(tmp_path, strategy, "none"):
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
-    assert names(tmp_path) == ["step-00000004", "step-00000008"]
+    assert list_checkpoints(tmp_path) == ["step-00000004", "step-00000008"]
 
 
 def test_failed_save_after_lost_rank_is_reported_once(tmp_path):
@@ -130,7 +130,7 @@ CRAMPED = """
 import re, resource, sys
 from pathlib import Path
 import torch
-from tests.helpers.asynchronous_saves import At, Moving, fit, saving
+from tests.helpers.asynchronous_saves import CallAtSteps, Moving, fit, make_saver
 
 class Growing(Moving):
     grown = None
@@ -144,8 +144,8 @@ def cramp(trainer):
     resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), -1))
 
 task = Growing()
-saver = saving(asynchronous=True if sys.argv[2] == "True" else None)
-fit(Path(sys.argv[1]), [At(step4=cramp), saver], task, max_steps=5, log_level="WARNING")
+saver = make_saver(asynchronous=True if sys.argv[2] == "True" else None)
+fit(Path(sys.argv[1]), [CallAtSteps(step4=cramp), saver], task, max_steps=5, log_level="WARNING")
 """
 
 
@@ -157,8 +157,8 @@ def test_save_without_memory_for_copy_is_synchronous(tmp_path, asynchronous):
         assert "CheckpointError: step-00000004: not enough memory for the copy" in said
         assert "can't allocate memory" in said
         assert "Set asynchronous=False in ModelCheckpoint." in said
-        assert names(tmp_path) == []
+        assert list_checkpoints(tmp_path) == []
     else:
         assert "step-00000004: not enough memory for a copy, so training waits" in said
-        checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
+        checkpoint = Checkpoint.open(get_checkpoint_folder(tmp_path) / "step-00000004")
         assert (checkpoint.read_tensor("extra", "task.grown") == 1).all()

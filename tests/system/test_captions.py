@@ -22,13 +22,13 @@ def model():
     return Captioner(VOCABULARY, width=16).eval()
 
 
-def rows(count=8, uncaptioned=0.0):
+def make_rows(count=8, uncaptioned=0.0):
     """Return rows of noise without readable digits."""
     images = torch.rand(50, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     return Rows(TensorDataset(images, torch.arange(50) % 10), count, uncaptioned, seed=1)
 
 
-def samples(*captions):
+def make_samples(*captions):
     """Return samples with these captions and one object per word; a sample without a caption has 4 objects."""
     generator = torch.Generator().manual_seed(0)
     lengths = [4 if caption is None else len(caption.split()) for caption in captions]
@@ -64,7 +64,7 @@ def test_captions_read_their_row_and_some_are_missing():
 
 
 def test_a_batch_is_padded_and_says_where():
-    given = samples("seven two zero", None, "one nine")
+    given = make_samples("seven two zero", None, "one nine")
     batch = collate(given)
     assert batch["names"] == ["0", "1", "2"]
     assert batch["captions"] == ["seven two zero", None, "one nine"]
@@ -90,29 +90,29 @@ def test_words_and_numbers_are_translated_both_ways():
 # -------------------------------------------------------------------- the model
 
 
-def logits_of(model, batch):
+def compute_logits(model, batch):
     return model.write(model.look(batch["objects"]), batch["object_mask"], batch["tokens"][:, :-1])
 
 
 def test_padding_does_not_change_the_logits(model):
-    given = samples("one two", "one two three four five six", "one two three")
-    for sample, row in zip(given, logits_of(model, collate(given)), strict=True):
-        expected = logits_of(model, collate([sample]))[0]
+    given = make_samples("one two", "one two three four five six", "one two three")
+    for sample, row in zip(given, compute_logits(model, collate(given)), strict=True):
+        expected = compute_logits(model, collate([sample]))[0]
         torch.testing.assert_close(row[: len(expected)], expected)
 
 
 def test_what_stands_in_the_padding_does_not_matter(model):
-    batch = collate(samples("one two", "one two three four"))
-    logits = logits_of(model, batch)
+    batch = collate(make_samples("one two", "one two three four"))
+    logits = compute_logits(model, batch)
     batch["objects"][batch["object_mask"]] = 0.7
     batch["tokens"][batch["tokens"] == PAD] = 5
-    scribbled = logits_of(model, batch)
+    scribbled = compute_logits(model, batch)
     assert torch.equal(scribbled[0, :4], logits[0, :4])
     assert torch.equal(scribbled[1], logits[1])
 
 
 def test_loss_is_token_mean_without_uncaptioned_rows(model):
-    given = samples("one two", None, "three four five six")
+    given = make_samples("one two", None, "three four five six")
     loss, weight = model.training_step(collate(given))
     parts = [model.training_step(collate([sample])) for sample in given]
     assert [part for _, part in parts] == [3, 0, 5]
@@ -134,7 +134,7 @@ def train(folder, batch_size, **options):
     torch.manual_seed(0)
     model = Captioner(VOCABULARY, width=16, dropout=0.0, warmup_steps=2)
     trainer = bare_trainer(folder, max_epochs=2, global_batch_size=16, precision="64-true", **options)
-    data = rows(52, uncaptioned=0.4)
+    data = make_rows(52, uncaptioned=0.4)
     trainer.fit(
         model,
         DataLoader(data, batch_size, shuffle=True, collate_fn=collate),
@@ -208,7 +208,7 @@ def test_short_training_reads_some_captions_and_writes_picture(tmp_path, capsys)
 
 
 def test_picture_shows_rows_with_their_captions():
-    batch = collate(samples("one two", "one two three four"))
+    batch = collate(make_samples("one two", "one two three four"))
     blank = picture(batch["objects"], ["", ""])
     written = picture(batch["objects"], ["", "one two three four", "not shown"])
     assert written.shape == (2 * 28, 4 * 28 + 230)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.programs import numbers_of
+from tests.helpers.programs import run_and_read_numbers
 
 CHILD = """
 import re, sys
@@ -57,20 +57,20 @@ fit(sys.argv[1], 16, int(sys.argv[2]), sys.argv[3] == "True", Watch())
 MODEL_MIB, STATE_MIB = 64, 192  # of 16 layers, without and with the two moments of Adam; a layer has 4 MiB
 
 
-def peaks(folder, steps, asynchronous):
+def measure_peaks(folder, steps, asynchronous):
     """Return peaks in MiB: of loading beyond the model, and of training and saving beyond the state."""
-    return numbers_of("-c", CHILD, folder, steps, asynchronous)
+    return run_and_read_numbers("-c", CHILD, folder, steps, asynchronous)
 
 
 def test_a_resumed_run_never_holds_its_state_twice(tmp_path):
-    peaks(tmp_path, 1, False)
-    loaded, _ = peaks(tmp_path, 2, False)
+    measure_peaks(tmp_path, 1, False)
+    loaded, _ = measure_peaks(tmp_path, 2, False)
     moments = STATE_MIB - MODEL_MIB
     assert moments - 4 < loaded < moments + 16
 
 
 @pytest.mark.slow
 def test_asynchronous_save_takes_one_copy_synchronous_none(tmp_path):
-    at_once, asynchronous = (peaks(tmp_path / str(kind), 4, kind)[1] for kind in (False, True))
+    at_once, asynchronous = (measure_peaks(tmp_path / str(kind), 4, kind)[1] for kind in (False, True))
     assert at_once < 24
     assert STATE_MIB - 4 < asynchronous - at_once < STATE_MIB + 24

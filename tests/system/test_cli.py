@@ -12,7 +12,7 @@ import pytest
 
 from lumen.cli import main
 from tests.helpers import ROOT
-from tests.helpers.cli import saved, write
+from tests.helpers.cli import read_saved_config, write_config
 from tests.helpers.cli_tasks import Spy
 from tests.helpers.working_directory import CONFIG
 
@@ -37,12 +37,12 @@ def test_lumen_answers_without_torch(words):
 
 
 def test_classes_are_found_in_the_working_directory(tmp_path):
-    write("my_task.py", "from tests.helpers.cli_tasks import Line\n\nclass Mine(Line):\n    pass\n")
-    write("mine.yaml", {**CONFIG, "model": "my_task.Mine"})
+    write_config("my_task.py", "from tests.helpers.cli_tasks import Line\n\nclass Mine(Line):\n    pass\n")
+    write_config("mine.yaml", {**CONFIG, "model": "my_task.Mine"})
     # -P: Python itself does not search the working directory
     done = python("-P", "-m", "lumen", "fit", "--config", "mine.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert saved("runs/mine")["model"]["class_path"] == "my_task.Mine"
+    assert read_saved_config("runs/mine")["model"]["class_path"] == "my_task.Mine"
     assert "finished: max_epochs=2 reached at step 6" in done.stderr
 
 

@@ -37,22 +37,22 @@ class Mineral(Mine):
 pytestmark = pytest.mark.usefixtures("config_directory")
 
 
-def cli(*words, **options):
+def call_cli(*words, **options):
     """Call a script's command line for a line and its points, with arguments."""
     return lumen.CLI(Line, Points, args=[words[0], *QUIET, *words[1:]], **options)
 
 
-def refused(*words, kind=lumen.CLI, **options):
+def catch_error(*words, kind=lumen.CLI, **options):
     with pytest.raises(ConfigError) as error:
         kind(Line, Points, **{"args": ["fit", *QUIET, *words], **options})
     return str(error.value)
 
 
-def saved(path="runs/line"):
+def read_saved_config(path="runs/line"):
     return yaml.safe_load((Path(path) / "config.yaml").read_text())
 
 
-def script(text, *words, **environment):
+def run_script(text, *words, **environment):
     """Run a script in a separate process, with the environment of this one."""
     Path("train.py").write_text(SCRIPT + text)
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
@@ -75,19 +75,19 @@ def test_short_name_ignores_replaced_classes(monkeypatch):
 
 
 def test_class_arguments_are_settings():
-    made = cli("fit", "--model.lr", "0.5", "--data.samples", "8", "--model.noise.scale", "2")
+    made = call_cli("fit", "--model.lr", "0.5", "--data.samples", "8", "--model.noise.scale", "2")
     assert (type(made.model), type(made.datamodule), type(made.trainer)) == (Line, Points, lumen.Trainer)
     assert (made.model.hparams.lr, made.model.noise.scale, made.datamodule.hparams.samples) == (0.5, 2.0, 8)
     assert made.trainer.global_step == 2
     # required, and linked from the data as in `lumen fit`
-    assert (made.model.width, saved()["model"]["width"]) == (3, 3)
-    assert saved()["model"]["lr"] == 0.5
+    assert (made.model.width, read_saved_config()["model"]["width"]) == (3, 3)
+    assert read_saved_config()["model"]["lr"] == 0.5
     assert made.subcommand == "fit"
     assert made.config.fit.model.lr == made.config["fit"]["model"]["lr"] == 0.5
 
 
 def test_saved_config_repeats_the_run():
-    first = cli("fit", "--model.lr", "0.5").model
+    first = call_cli("fit", "--model.lr", "0.5").model
     second = lumen.CLI(Line, Points, args=["fit", "--config", "runs/line/config.yaml"]).model
     assert torch.equal(first.layer.weight, second.layer.weight)
     assert Path("runs/line-2/config.yaml").is_file()
@@ -95,16 +95,16 @@ def test_saved_config_repeats_the_run():
     assert lumen.CLI(Line, Points, args=["validate", "--ckpt_path", "runs/line"]).model.hparams.lr == 0.5
 
 
-def test_script_reads_configs_of_lumen_fit(printed):
+def test_script_reads_configs_of_lumen_fit(print_config):
     Path("whole.yaml").write_text(
         "model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.25}}\n"
         "data: {class_path: tests.helpers.cli_tasks.Points}\n"
     )
-    assert printed(cli, "fit", "--config", "whole.yaml")["model"]["lr"] == 0.25
+    assert print_config(call_cli, "fit", "--config", "whole.yaml")["model"]["lr"] == 0.25
 
 
 def test_another_class_than_the_scripts_is_refused():
-    assert refused("--model", "tests.helpers.cli_tasks.Slope") == (
+    assert catch_error("--model", "tests.helpers.cli_tasks.Slope") == (
         "model (the command line): the script sets the class Line, found tests.helpers.cli_tasks.Slope. "
         "Leave class_path out."
     )
@@ -112,11 +112,11 @@ def test_another_class_than_the_scripts_is_refused():
 
 def test_subclass_mode_accepts_derived_classes():
     words = ["--model", "tests.helpers.cli_tasks.Slope", "--model.steepness", "3", "--data", "Points"]
-    made = cli("fit", *words, subclass_mode_model=True, subclass_mode_data=True)
+    made = call_cli("fit", *words, subclass_mode_model=True, subclass_mode_data=True)
     assert type(made.model) is Slope
-    assert saved()["model"]["class_path"] == "tests.helpers.cli_tasks.Slope"
-    assert saved()["model"]["init_args"]["steepness"] == 3.0
-    assert "is no Line" in refused("--model", "lumen.TaskModule", "--data", "Points", subclass_mode_model=True)
+    assert read_saved_config()["model"]["class_path"] == "tests.helpers.cli_tasks.Slope"
+    assert read_saved_config()["model"]["init_args"]["steepness"] == 3.0
+    assert "is no Line" in catch_error("--model", "lumen.TaskModule", "--data", "Points", subclass_mode_model=True)
 
 
 def test_without_classes_any_may_be_named():
@@ -141,7 +141,7 @@ class Linked(lumen.CLI):
 
 
 @pytest.fixture
-def printed(capsys):
+def print_config(capsys):
     """Return the settings that a script prints."""
 
     def run(make, *words, **options):
@@ -160,7 +160,7 @@ def test_arguments_can_be_linked_added_and_defaulted():
     assert (made.config.fit.note, made.config.fit.tries) == ("a: b", 1)
     (timer,) = [each for each in made.trainer.callbacks if isinstance(each, lumen.Timer)]
     assert made.config_init.timer is timer
-    kept = saved("runs/line")
+    kept = read_saved_config("runs/line")
     assert (kept["note"], kept["timer"]["duration"], kept["trainer"]["max_steps"]) == ("a: b", "00:01:00:00", 1)
     assert kept["model"].keys().isdisjoint({"width", "label"})  # linked a second time
     again = Linked(Line, Points, args=["fit", "--config", "runs/line/config.yaml"])
@@ -171,19 +171,19 @@ def test_links_and_defaults_apply_to_configured_classes():
     words = ["fit", "--trainer.max_steps=1", "--model=tests.helpers.cli_tasks.Line", "--data=Points"]
     made = Linked(args=[*words, "--data.batch_size=6"])
     assert (made.model.hparams.label, made.model.width, made.model.hparams.lr) == ("of 6", 3, 0.125)
-    assert saved("runs/line")["model"]["init_args"].keys().isdisjoint({"width", "label"})
+    assert read_saved_config("runs/line")["model"]["init_args"].keys().isdisjoint({"width", "label"})
 
 
-def test_files_and_environment_override_script_defaults(printed, monkeypatch):
+def test_files_and_environment_override_script_defaults(print_config, monkeypatch):
     monkeypatch.setenv("LUMEN_FIT__TRAINER__MAX_STEPS", "5")
 
     def make(*words):
         return Linked(Line, Points, args=["fit", *words])
 
-    assert printed(make)["trainer"]["max_steps"] == 5
-    assert printed(make, *QUIET)["trainer"]["max_steps"] == 2
+    assert print_config(make)["trainer"]["max_steps"] == 5
+    assert print_config(make, *QUIET)["trainer"]["max_steps"] == 2
     monkeypatch.delenv("LUMEN_FIT__TRAINER__MAX_STEPS")
-    assert printed(make)["trainer"]["max_steps"] == 9
+    assert print_config(make)["trainer"]["max_steps"] == 9
 
 
 def test_skip_default_omits_what_the_script_sets(capsys):
@@ -200,13 +200,13 @@ def test_skip_default_omits_what_the_script_sets(capsys):
 
 
 def test_a_linked_argument_is_no_setting():
-    assert refused("--model.label", "mine", kind=Linked) == (
+    assert catch_error("--model.label", "mine", kind=Linked) == (
         "model.label (the command line): Lumen takes label from data.batch_size. Leave label out."
     )
 
 
 def test_errors_include_arguments_added_by_script():
-    said = refused("--tries", "two", "--timer.duratoin", "3", "--model.lr", "high", "--note2", "x", kind=Linked)
+    said = catch_error("--tries", "two", "--timer.duratoin", "3", "--model.lr", "high", "--note2", "x", kind=Linked)
     assert "tries (the command line): expected int, found 'two'." in said
     assert "timer.duratoin (the command line): Timer has no option duratoin. Did you mean duration?" in said
     assert "model.lr (the command line): expected float, found 'high'." in said
@@ -227,7 +227,7 @@ def test_added_arguments_may_be_nested_and_name_classes():
     assert (made.config.fit.sizes.small, made.model.hparams.lr) == (4, 0.25)
     assert type(made.config_init.extra) is lumen.Timer
     assert made.config_init.saver not in made.trainer.callbacks  # add_lightning_class_args puts the argument there
-    said = refused("--sizes.small=few", "--extra=Tmer", "--saver.mode=mean", kind=Nested)
+    said = catch_error("--sizes.small=few", "--extra=Tmer", "--saver.mode=mean", kind=Nested)
     assert "sizes.small (the command line): expected int, found 'few'." in said
     assert "extra (the command line): lumen has no class Tmer. Did you mean Timer?" in said
     assert "saver.mode (the command line): expected one of min, max" in said
@@ -235,7 +235,7 @@ def test_added_arguments_may_be_nested_and_name_classes():
 
 
 def test_invalid_script_defaults_are_reported_as_such():
-    said = refused(trainer_defaults={"gpus": 2, "max_steps": "many", "precision": "fp17"}, args=["fit"])
+    said = catch_error(trainer_defaults={"gpus": 2, "max_steps": "many", "precision": "fp17"}, args=["fit"])
     assert "trainer.gpus (the script): Trainer has no option gpus. Use accelerator and devices." in said
     assert "trainer.precision (the script): " in said
     assert "trainer.max_steps (the script): expected int, found 'many'." in said
@@ -264,7 +264,7 @@ class Wrong(lumen.CLI):
 
 
 def test_invalid_link_is_an_error():
-    assert refused(kind=Wrong).startswith("link_arguments('data.batchsize', 'model.label'): No action for key")
+    assert catch_error(kind=Wrong).startswith("link_arguments('data.batchsize', 'model.label'): No action for key")
 
 
 class Optimized(lumen.CLI):
@@ -284,9 +284,9 @@ def test_script_sets_optimizer_and_settings_its_arguments():
 
 
 def test_without_automatic_optimizers_there_is_no_such_setting():
-    said = refused("--optimizer", "SGD", auto_configure_optimizers=False)
+    said = catch_error("--optimizer", "SGD", auto_configure_optimizers=False)
     assert "has no option optimizer" in said
-    assert type(cli("fit", auto_configure_optimizers=False).trainer.optimizers[0]) is torch.optim.SGD
+    assert type(call_cli("fit", auto_configure_optimizers=False).trainer.optimizers[0]) is torch.optim.SGD
 
 
 class Two(lumen.CLI):
@@ -295,7 +295,7 @@ class Two(lumen.CLI):
 
 
 def test_several_optimizers_belong_into_the_task():
-    assert refused(kind=Two) == (
+    assert catch_error(kind=Two) == (
         "add_optimizer_args('generator'): Lumen configures a single optimizer, named optimizer. Return "
         "several from configure_optimizers of the task."
     )
@@ -330,7 +330,7 @@ def test_hooks_are_called_around_what_is_run():
         ("before", 2, 0.75),
         ("after", 2, 1),
     ]
-    assert saved()["model"]["lr"] == 0.75
+    assert read_saved_config()["model"]["lr"] == 0.75
     assert Noting(Line, Points, args=["validate", *QUIET]).noted[1:] == [("validated", {"val_loss"})]
 
 
@@ -343,7 +343,7 @@ class Misspelt(lumen.CLI):
 
 
 def test_a_method_that_nothing_calls_is_an_error():
-    assert refused(kind=Misspelt) == (
+    assert catch_error(kind=Misspelt) == (
         "Misspelt.parse_arguments: Lumen does not call this method. Use before_instantiate_classes, where "
         "the settings are self.config.\nMisspelt.before_fti: Lumen does not call this method. Did you mean before_fit?"
     )
@@ -352,11 +352,11 @@ def test_a_method_that_nothing_calls_is_an_error():
 def test_trainer_defaults_may_be_settings_or_objects():
     logger = lumen.CSVLogger()
     defaults = {"log_every_n_steps": 1, "logger": logger, "callbacks": [Spy()], "max_steps": 8}
-    made = cli("fit", "--trainer.callbacks+=lumen.LearningRateMonitor", trainer_defaults=defaults)
+    made = call_cli("fit", "--trainer.callbacks+=lumen.LearningRateMonitor", trainer_defaults=defaults)
     assert (made.trainer.plan.log_every_n_steps, made.trainer.plan.max_steps) == (1, 2)
     assert logger in made.trainer.loggers
     assert {Spy, lumen.LearningRateMonitor} <= {type(each) for each in made.trainer.callbacks}
-    without = cli("fit", "--trainer.logger=false", trainer_defaults=defaults)
+    without = call_cli("fit", "--trainer.logger=false", trainer_defaults=defaults)
     assert without.trainer.loggers == []
 
 
@@ -369,16 +369,16 @@ class Mine(lumen.Trainer):
 
 
 def test_trainer_class_can_be_replaced():
-    made = cli("fit", "--trainer.room", "there", trainer_class=Mine)
+    made = call_cli("fit", "--trainer.room", "there", trainer_class=Mine)
     assert (type(made.trainer), made.trainer.room, made.trainer.plan.max_steps) == (Mine, "there", 2)
 
 
 def test_seeds_of_scripts():
-    assert cli("fit").trainer.seed == 7
+    assert call_cli("fit").trainer.seed == 7
     words = ["fit", *QUIET[:2]]
     assert lumen.CLI(Line, Points, args=words, seed_everything_default=11).trainer.seed == 11
     assert isinstance(lumen.CLI(Line, Points, args=words, seed_everything_default=True).trainer.seed, int)
-    assert "a run always has a seed" in refused(seed_everything_default=False)
+    assert "a run always has a seed" in catch_error(seed_everything_default=False)
 
 
 class Keeping(lumen.Callback):
@@ -387,10 +387,10 @@ class Keeping(lumen.Callback):
 
 
 def test_save_config_callback_can_be_replaced_or_disabled():
-    made = cli("fit", save_config_callback=Keeping)
+    made = call_cli("fit", save_config_callback=Keeping)
     assert made.trainer.callbacks[0].config["model"]["lr"] == 0.01
     assert not Path("runs/line/config.yaml").exists()
-    cli("fit", save_config_callback=None)
+    call_cli("fit", save_config_callback=None)
     assert not Path("runs/line-2/config.yaml").exists()
 
 
@@ -398,9 +398,9 @@ def test_default_config_files_have_lowest_priority():
     Path("own.yaml").write_text("model: {lr: 0.5, widths: [7]}")
     Path("mine.yaml").write_text("model: {lr: 0.25}")
     for files in ({"default_config_files": ["own.yaml", "none.yaml"]}, {"fit": {"default_config_files": ["own.yaml"]}}):
-        made = cli("fit", "--config", "mine.yaml", parser_kwargs={**files, "parser_mode": "omegaconf"})
+        made = call_cli("fit", "--config", "mine.yaml", parser_kwargs={**files, "parser_mode": "omegaconf"})
         assert (made.model.hparams.lr, made.model.hparams.widths) == (0.25, (7,))
-    assert "found env_prefix='MY'" in refused(parser_kwargs={"env_prefix": "MY"})
+    assert "found env_prefix='MY'" in catch_error(parser_kwargs={"env_prefix": "MY"})
 
 
 def test_unsupported_lightning_argument_names_its_replacement():
@@ -418,7 +418,7 @@ def test_run_false_builds_without_fitting():
     assert not Path("runs").exists()
     made.trainer.fit(made.model, datamodule=made.datamodule)
     assert type(made.trainer.optimizers[0]) is torch.optim.AdamW
-    assert (saved()["optimizer"]["init_args"]["lr"], saved()["seed_everything"]) == (0.5, 7)
+    assert (read_saved_config()["optimizer"]["init_args"]["lr"], read_saved_config()["seed_everything"]) == (0.5, 7)
     told = lumen.CLI(Line, Points, args=["fit", *words])
     assert torch.equal(told.model.layer.weight, made.model.layer.weight)
 
@@ -455,11 +455,11 @@ def test_lightning_environment_variables_raise(monkeypatch, run):
 
 
 def test_script_needs_one_line_and_errors_are_one():
-    done = script("lumen.CLI(Mine, Points)\nprint('goes on')\n", "fit", *QUIET)
+    done = run_script("lumen.CLI(Mine, Points)\nprint('goes on')\n", "fit", *QUIET)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "goes on\n"
-    assert saved()["model"]["width"] == 3
-    done = script("lumen.CLI(Mine, Points)\nprint('goes on')\n", "fit", "--model.lrr", "3")
+    assert read_saved_config()["model"]["width"] == 3
+    done = run_script("lumen.CLI(Mine, Points)\nprint('goes on')\n", "fit", "--model.lrr", "3")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == ("error: model.lrr (the command line): Mine has no option lrr. Did you mean lr?\n")
 
@@ -468,8 +468,8 @@ def test_script_needs_one_line_and_errors_are_one():
 def test_a_scripts_processes_run_the_script():
     text = "cli = lumen.CLI(Mine, Points, subclass_mode_model=True)\nprint(cli.trainer.world_size, cli.model.width)\n"
     words = ["fit", *QUIET, "--trainer.accelerator=cpu", "--model", "Mineral"]
-    done = script(text, *words, "--trainer.devices=2")
+    done = run_script(text, *words, "--trainer.devices=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "2 3"
-    assert saved()["model"]["class_path"] == "__main__.Mineral"
-    assert saved()["trainer"]["devices"] == 2
+    assert read_saved_config()["model"]["class_path"] == "__main__.Mineral"
+    assert read_saved_config()["trainer"]["devices"] == 2

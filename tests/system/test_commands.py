@@ -15,12 +15,12 @@ from tests.helpers import OF_TORCHVISION, ROOT
 from tests.helpers.documented_commands import (
     SHORT,
     SOURCES,
-    environment,
-    fill_in,
+    complete_command,
     find_commands,
     find_options,
+    make_environment,
     make_home,
-    run,
+    run_command,
     run_in_shell,
 )
 
@@ -83,7 +83,7 @@ def test_commands_of_a_file_run(source, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     make_home(tmp_path)
     for line in QUICK[source]:
-        run(line)
+        run_command(line)
 
 
 @pytest.mark.slow
@@ -93,7 +93,9 @@ def test_commands_that_start_processes_run(line, tmp_path):
     make_home(tmp_path)
     before = "printf 'continue\\nquit\\n' | " if "-m pdb" in line else ""
     after = [] if "lumen" in line else ["-m", "lumen", "fit", "--config", "models/gpt.yaml"]
-    assert "finished: max_steps=2" in run_in_shell(f"{before}{fill_in(line)} {shlex.join([*after, *SHORT['fit']])}")
+    assert "finished: max_steps=2" in run_in_shell(
+        f"{before}{complete_command(line)} {shlex.join([*after, *SHORT['fit']])}"
+    )
 
 
 def test_every_example_shows_its_command():
@@ -105,7 +107,7 @@ def test_options_that_a_config_offers_are_taken(name, tmp_path):
     make_home(tmp_path)
     for options in find_options(name):
         if "--trainer.devices" not in options and not is_not_run(options):
-            run(f"lumen fit --config {name} {options}")
+            run_command(f"lumen fit --config {name} {options}")
 
 
 @pytest.mark.slow
@@ -114,7 +116,7 @@ def test_servers_that_pages_name_start(line, tmp_path):
     make_home(tmp_path)
     words = ["bash", "-c", f"exec {line} --port 0"]
     with subprocess.Popen(
-        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words, env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as server:
         assert any("http://" in said for said in server.stdout)
         server.terminate()
@@ -123,7 +125,7 @@ def test_servers_that_pages_name_start(line, tmp_path):
 @pytest.mark.parametrize("line", select(SEVERAL_MACHINES), ids=SOURCE.get)
 def test_commands_for_several_machines_are_understood(line, tmp_path, capsys):
     make_home(tmp_path)
-    words = shlex.split(fill_in(line))
+    words = shlex.split(complete_command(line))
     given = get_args_parser().parse_args(words[1:] + ["-m", "lumen"] * ("-m" not in words))
     assert int(given.nnodes) > 1
     assert given.module
@@ -167,4 +169,4 @@ def test_commands_that_a_run_prints_run(tmp_path, capsys):
     printed = re.findall(r"^(?:longer|curves|weights): (lumen .*)", capsys.readouterr().err, re.M)
     assert [line.split()[1] for line in printed] == ["fit", "report", "export"]
     for line in printed:
-        run(line)
+        run_command(line)

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.helpers.interpreters import SHADOWS, shadow
+from tests.helpers.interpreters import SHADOWS, shadow_modules
 
 pytestmark = pytest.mark.usefixtures("program_directory")
 
@@ -42,14 +42,14 @@ def convert(content=None, **options):
     return done
 
 
-def repeated(value, times):
+def make_repeated(value, times):
     """Return nested lists of ten names of one list, which JSON writes 10 ** times times."""
     for _ in range(times):
         value = [value] * 10
     return value
 
 
-def nested(depth):
+def make_nested(depth):
     value = {}
     for _ in range(depth):
         value = {"a": value}
@@ -58,7 +58,7 @@ def nested(depth):
 
 def test_convert_imports_nothing_of_the_working_directory():
     torch.save(W, "in.pt")
-    shadow(*SHADOWS)
+    shadow_modules(*SHADOWS)
     assert convert().returncode == 0
     assert load_file("out.safetensors")["w"].tolist() == [1, 1]
 
@@ -67,7 +67,8 @@ def test_hyperparameters_are_bounded_in_size_and_depth():
     endless = {}
     endless["self"] = endless
     harmful = {
-        "endless": endless, "deep": nested(400), "repeated": repeated("x", 9), "large": repeated("x" * 10_000, 3),
+        "endless": endless, "deep": make_nested(400), "repeated": make_repeated("x", 9),
+        "large": make_repeated("x" * 10_000, 3),
     }  # fmt: skip
     done = convert({"state_dict": W, "hyper_parameters": {"lr": 0.1, **harmful, "layers": [1, 2]}})
     assert done.returncode == 0, done.stderr
@@ -103,7 +104,7 @@ def test_expanded_tensors_of_a_model_are_written():
     assert torch.equal(load_file("out.safetensors")["mask"], torch.ones(64, 64))
 
 
-def smaller(least_s=1):
+def make_smaller_limits(least_s=1):
     words = [sys.executable, "-c", SMALLER, str(least_s)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, set(os.listdir())) == (0, {"in.pt"}), done.stderr
@@ -113,7 +114,7 @@ def smaller(least_s=1):
 def test_time_of_the_processor_is_bounded():
     shared = dict.fromkeys(map(str, range(20_000)), torch.ones(1))
     torch.save(dict.fromkeys(map(str, range(20_000)), shared), "in.pt")
-    assert "in.pt takes more than 1 s of CPU time" in smaller()
+    assert "in.pt takes more than 1 s of CPU time" in make_smaller_limits()
 
 
 def test_memory_is_bounded():
@@ -124,7 +125,7 @@ def test_memory_is_bounded():
             small.writestr(name, large.read(name))
     Path("large.pt").unlink()
     assert Path("in.pt").stat().st_size < 1_000_000
-    assert "memory" in smaller(least_s=60).lower()
+    assert "memory" in make_smaller_limits(least_s=60).lower()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

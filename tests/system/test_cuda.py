@@ -15,7 +15,7 @@ import lumen
 from lumen.data.seeded_dataset import BatchRequest, SeededDataset
 from lumen.errors import ConfigError, NonFiniteLoss
 from tests.helpers import ROOT
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 pytestmark = pytest.mark.cuda
@@ -259,7 +259,7 @@ def test_allocator_stats_are_recorded_without_synchronizing(tmp_path):
         tmp_path, accelerator="cuda", max_steps=120, log_every_n_steps=30, callbacks=[lumen.DeviceStatsMonitor()]
     )
     trainer.fit(Unsynced(), batches(pin_memory=True))
-    found = [row for row in rows_of(trainer.run_directory / "system.csv") if row["cuda_allocated_mb"]]
+    found = [row for row in read_rows(trainer.run_directory / "system.csv") if row["cuda_allocated_mb"]]
     assert [row["step"] for row in found] == ["30", "60", "90", "120"]
     for row in found:
         assert 0 < float(row["cuda_allocated_mb"]) <= float(row["cuda_allocated_peak_mb"])
@@ -535,7 +535,7 @@ print("of all samples")
 CRAMPED = """
 import os, torch, lumen
 from torch.utils.data import DataLoader, TensorDataset
-from tests.helpers.sharded import whole
+from tests.helpers.sharded import unshard
 from tests.system.test_cuda import Wide
 
 def trained(size, **options):
@@ -545,7 +545,7 @@ def trained(size, **options):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )
     trainer.fit(task, DataLoader(TensorDataset(inputs), size))
-    return torch.cat([whole(each).flatten() for each in task.parameters()]), task.sizes
+    return torch.cat([unshard(each).flatten() for each in task.parameters()]), task.sizes
 
 inputs = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
 expected, _ = trained(256, accumulate_grad_batches=8)
@@ -560,7 +560,7 @@ print("the same")
 """
 
 
-def two(code, folder, limit_s, *arguments, own_device):
+def run_two_processes(code, folder, limit_s, *arguments, own_device):
     """Run code in two processes; return their exit codes, outputs, and the seconds that both took."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -590,7 +590,7 @@ def two(code, folder, limit_s, *arguments, own_device):
 
 
 def test_predictions_of_two_ranks_match_their_samples(tmp_path):
-    codes, outputs, _ = two(PREDICT, tmp_path, 80, own_device=False)
+    codes, outputs, _ = run_two_processes(PREDICT, tmp_path, 80, own_device=False)
     assert codes == [0, 0], outputs
     assert all("the same" in output for output in outputs)
 
@@ -601,14 +601,14 @@ def test_two_processes_train_what_one_does(tmp_path):
     data = [loader(samples, 4, dtype=torch.float64) for samples in (50, 23)]
     trainer.fit(task, data[0], val_dataloaders=data[1])
     torch.save((weights(task).cpu(), float(trainer.callback_metrics["val_loss"])), tmp_path / "alone.pt")
-    codes, outputs, _ = two(TRAIN, tmp_path, 80, str(tmp_path / "alone.pt"), own_device=False)
+    codes, outputs, _ = run_two_processes(TRAIN, tmp_path, 80, str(tmp_path / "alone.pt"), own_device=False)
     assert codes == [0, 0], outputs
     assert all("the same" in output for output in outputs)
 
 
 @pytest.mark.cuda(devices=2)
 def test_error_on_one_rank_ends_both_quickly(tmp_path):
-    codes, outputs, took_s = two(FAIL, tmp_path, 100, own_device=True)
+    codes, outputs, took_s = run_two_processes(FAIL, tmp_path, 100, own_device=True)
     assert codes == [1, 1], outputs
     assert "a mistake on one rank" in outputs[1]
     assert took_s < 60
@@ -616,13 +616,13 @@ def test_error_on_one_rank_ends_both_quickly(tmp_path):
 
 @pytest.mark.cuda(devices=2)
 def test_sync_batchnorm_uses_samples_of_both_ranks(tmp_path):
-    codes, outputs, _ = two(SYNCHRONIZED, tmp_path, 100, own_device=True)
+    codes, outputs, _ = run_two_processes(SYNCHRONIZED, tmp_path, 100, own_device=True)
     assert codes == [0, 0], outputs
     assert all("of all samples" in output for output in outputs)
 
 
 @pytest.mark.cuda(devices=2)
 def test_fsdp_continues_if_one_rank_lacks_memory(tmp_path):
-    codes, outputs, _ = two(CRAMPED, tmp_path, 100, own_device=True)
+    codes, outputs, _ = run_two_processes(CRAMPED, tmp_path, 100, own_device=True)
     assert codes == [0, 0], outputs
     assert all("the same" in output for output in outputs)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lumen.cli import main
-from tests.helpers.jobs import ROOT, end_all, processes_in
-from tests.helpers.tables import rows_of
+from tests.helpers.jobs import ROOT, end_processes, find_processes
+from tests.helpers.tables import read_rows
 
 SHORT = ["--trainer.max_steps=30", "--trainer.val_check_interval=10", "--trainer.log_every_n_steps=1",
          "--trainer.callbacks.snapshots.every_n_train_steps=5", "--model.warmup_steps=5"]  # fmt: skip
@@ -52,7 +52,7 @@ class Job:
             assert time.monotonic() < deadline_s, self.output
             time.sleep(0.02)
         here = f"\0RANK={rank}\0".encode()
-        (worker,) = (pid for pid in processes_in(self.home) if here in Path(f"/proc/{pid}/environ").read_bytes())
+        (worker,) = (pid for pid in find_processes(self.home) if here in Path(f"/proc/{pid}/environ").read_bytes())
         os.kill(worker, signal.SIGKILL)
 
     def rows(self):
@@ -60,8 +60,8 @@ class Job:
         try:
             assert self.process.wait(timeout=240) == 0, self.output
         finally:
-            end_all(self.home)
-        return rows_of(self.home / "runs/mingpt/metrics.csv")
+            end_processes(self.home)
+        return read_rows(self.home / "runs/mingpt/metrics.csv")
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_digits_on_two_ranks_reach_97_percent(tmp_path):
     done = subprocess.run([*lumen, "fit", *words, "--trainer.devices", "2"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "finished: stopped early" in done.stderr
-    rates = [float(row["lr/decay"]) for row in rows_of(tmp_path / "digits_ddp/metrics.csv") if row["lr/decay"]]
+    rates = [float(row["lr/decay"]) for row in read_rows(tmp_path / "digits_ddp/metrics.csv") if row["lr/decay"]]
     assert max(rates) == 0.05
     assert rates[-1] <= 0.01
     assert main(["validate", *words, "--ckpt_path=best", f"--output={tmp_path}/values.json"]) == 0

@@ -11,10 +11,10 @@ from datamodules.mnist import MNIST5k
 from models.digits import DigitsCNN
 from models.digits_finetune import FineTunedCNN
 from tests.helpers.cli import run_model
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 
 
-def batch_of(n):
+def make_batch(n):
     generator = torch.Generator().manual_seed(0)
     return [torch.rand(n, 1, 28, 28, generator=generator), torch.randint(10, (n,), generator=generator)]
 
@@ -25,13 +25,13 @@ def test_the_network_has_207_thousand_parameters():
 
 
 def test_the_loss_is_the_mean_over_images():
-    model, (images, labels) = DigitsCNN().eval(), batch_of(5)
+    model, (images, labels) = DigitsCNN().eval(), make_batch(5)
     likelihood = model(images).softmax(-1)[torch.arange(5), labels]
     torch.testing.assert_close(model.training_step([images, labels]), -likelihood.log().mean())
 
 
 def test_predictions_are_the_likeliest_digits():
-    model, batch = DigitsCNN().eval(), batch_of(5)
+    model, batch = DigitsCNN().eval(), make_batch(5)
     digits = model.predict_step(batch)
     assert digits.shape == (5,)
     assert digits.tolist() == [max(range(10), key=row.__getitem__) for row in model(batch[0]).tolist()]
@@ -47,13 +47,13 @@ def test_logged_accuracy_covers_all_images(tmp_path):
     assert metrics["val_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
 
 
-def logged(root, name, value):
+def read_logged(root, name, value):
     """Return every value of a name in metrics.csv, in order."""
-    return [float(row[value]) for row in rows_of(root / name / "metrics.csv") if row[value]]
+    return [float(row[value]) for row in read_rows(root / name / "metrics.csv") if row[value]]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained_directory(tmp_path_factory):
     """Train models/digits.yaml; return the directory."""
     root = tmp_path_factory.mktemp("runs")
     run_model("fit", "digits", root)
@@ -61,8 +61,8 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_config_reads_94_percent_of_the_digits(trained):
-    data, trainer = MNIST5k(), lumen.Trainer(default_root_dir=trained, name="digits")
+def test_the_config_reads_94_percent_of_the_digits(trained_directory):
+    data, trainer = MNIST5k(), lumen.Trainer(default_root_dir=trained_directory, name="digits")
     predicted = torch.cat(trainer.predict(DigitsCNN(), data, ckpt_path="best"))
     _, labels = data.val[:]
     assert (predicted == labels).double().mean() >= 0.94
@@ -87,7 +87,7 @@ def test_plateau_run_warms_up_decays_and_stops(tmp_path):
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_steps=4", "--lr_scheduler.threshold_mode=abs",
         "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
     rates = [0.0, 0.0005, 0.001, 0.0015] + 4 * [0.002] + 4 * [0.002] + 4 * [0.0004] + 4 * [0.0004]
-    assert logged(tmp_path, "digits_plateau", "lr/decay") == pytest.approx(rates)
+    assert read_logged(tmp_path, "digits_plateau", "lr/decay") == pytest.approx(rates)
     assert "finished: stopped early at step 20" in (tmp_path / "digits_plateau/run.log").read_text()
 
 
@@ -97,7 +97,7 @@ def test_plateau_config_reaches_96_percent_and_stops_early(tmp_path):
     run_model("fit", "digits_plateau", tmp_path)
     run_model("validate", "digits_plateau", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
     assert json.loads((tmp_path / "values.json").read_text())[0]["val_acc"] >= 0.96
-    assert logged(tmp_path, "digits_plateau", "lr/decay")[-1] < 0.001
+    assert read_logged(tmp_path, "digits_plateau", "lr/decay")[-1] < 0.001
     assert "finished: stopped early" in (tmp_path / "digits_plateau/run.log").read_text()
 
 
@@ -110,7 +110,7 @@ def test_nesterov_run_warms_up_decays_and_stops(tmp_path):
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_epochs=1", "--lr_scheduler.threshold_mode=abs",
         "--lr_scheduler.threshold=10", "--trainer.callbacks.stop.min_delta=10")  # fmt: skip
     rates = 4 * [0.005] + 4 * [0.05] + 4 * [0.05] + 4 * [0.01] + 4 * [0.01]
-    assert logged(tmp_path, "digits_ddp", "lr/decay") == pytest.approx(rates)
+    assert read_logged(tmp_path, "digits_ddp", "lr/decay") == pytest.approx(rates)
     assert "finished: stopped early at step 20" in (tmp_path / "digits_ddp/run.log").read_text()
 
 
@@ -125,47 +125,54 @@ def test_optimizer_is_nesterov_inside_lookahead(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tuned(trained):
+def tuned_directory(trained_directory):
     """Fine-tune the trained network; return the directory."""
-    run_model("fit", "digits_finetune", trained, f"--trainer.init_from={trained / 'digits'}")
-    return trained
+    run_model("fit", "digits_finetune", trained_directory, f"--trainer.init_from={trained_directory / 'digits'}")
+    return trained_directory
 
 
 @pytest.mark.slow
-def test_finetuning_reads_nine_of_ten_scans(tuned):
+def test_finetuning_reads_nine_of_ten_scans(tuned_directory):
     """Fine-tuning on 100 labelled images must exceed 75 %, the most without it."""
     run_model(
-        "validate", "digits", tuned, "--data=datamodules.scans.Scans", "--ckpt_path=last", f"--output={tuned}/v.json"
+        "validate",
+        "digits",
+        tuned_directory,
+        "--data=datamodules.scans.Scans",
+        "--ckpt_path=last",
+        f"--output={tuned_directory}/v.json",
     )
-    assert json.loads((tuned / "v.json").read_text())[0]["val_acc"] <= 0.75
-    assert logged(tuned, "digits_finetune", "val_acc")[-1] >= 0.90
+    assert json.loads((tuned_directory / "v.json").read_text())[0]["val_acc"] <= 0.75
+    assert read_logged(tuned_directory, "digits_finetune", "val_acc")[-1] >= 0.90
 
 
 @pytest.mark.slow
-def test_finetuning_changes_all_but_first_layer(tuned):
-    before = DigitsCNN.load_from_checkpoint(tuned / "digits").state_dict()
-    after = FineTunedCNN.load_from_checkpoint(tuned / "digits_finetune").state_dict()
+def test_finetuning_changes_all_but_first_layer(tuned_directory):
+    before = DigitsCNN.load_from_checkpoint(tuned_directory / "digits").state_dict()
+    after = FineTunedCNN.load_from_checkpoint(tuned_directory / "digits_finetune").state_dict()
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in same if name.startswith("net.")} == {"net.0.weight", "net.0.bias"}
 
 
 @pytest.mark.slow
-def test_layer_rates_halve_downwards_and_decay(tuned):
+def test_layer_rates_halve_downwards_and_decay(tuned_directory):
     layers = ("net.3", "net.7", "head")
-    lowest, middle, highest = (logged(tuned, "digits_finetune", f"lr/{layer} decay") for layer in layers)
+    lowest, middle, highest = (read_logged(tuned_directory, "digits_finetune", f"lr/{layer} decay") for layer in layers)
     assert lowest == pytest.approx([rate / 2 for rate in middle])
     assert middle == pytest.approx([rate / 2 for rate in highest])
     assert highest == pytest.approx([1e-3 * (1 - (step - 1) / 140) for step in range(7, 141, 7)])
 
 
 @pytest.mark.slow
-def test_predictions_show_labels_and_accuracy(tuned, capsys):
-    run_model("predict", "digits_finetune", tuned, "--ckpt_path=last", f"--output={tuned}/digits.jsonl")
-    rows = [json.loads(line) for line in (tuned / "digits.jsonl").read_text().splitlines()]
+def test_predictions_show_labels_and_accuracy(tuned_directory, capsys):
+    run_model(
+        "predict", "digits_finetune", tuned_directory, "--ckpt_path=last", f"--output={tuned_directory}/digits.jsonl"
+    )
+    rows = [json.loads(line) for line in (tuned_directory / "digits.jsonl").read_text().splitlines()]
     right = sum(row["predicted"] == row["label"] for row in rows) / len(rows)
     assert len(rows) == 1697
-    assert right == pytest.approx(logged(tuned, "digits_finetune", "val_acc")[-1])
+    assert right == pytest.approx(read_logged(tuned_directory, "digits_finetune", "val_acc")[-1])
     sample = [f"predicted {row['predicted']}, label {row['label']}" for row in rows[:10]]
     shown = capsys.readouterr()
     assert shown.out.splitlines() == sample

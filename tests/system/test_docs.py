@@ -19,12 +19,12 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs/guides/command-line.md").read_text()
 
 
-def blocks(language, page):
+def find_blocks(language, page):
     return re.findall(rf"```{language}\n(.*?)```", page, re.S)
 
 
 def test_readme_script_trains_and_finds_its_finished_run(tmp_path):
-    (script,) = blocks("python", README)
+    (script,) = find_blocks("python", README)
     (tmp_path / "train.py").write_text(script)
     for said in ("finished: ", "nothing to do"):
         _, errors = run_python("-W", "error", "train.py", cwd=tmp_path)
@@ -37,7 +37,7 @@ DEVICES = {page: (ROOT / f"docs/guides/{page}.md").read_text() for page in ("mul
 
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize("config", [blocks("yaml", page)[0] for page in DEVICES.values()], ids=[*DEVICES])
+@pytest.mark.parametrize("config", [find_blocks("yaml", page)[0] for page in DEVICES.values()], ids=[*DEVICES])
 def test_a_config_for_several_devices_trains_the_gpt(config, tmp_path):
     (tmp_path / "more.yaml").write_text(config)
     words = ["lumen", "fit", "--config", "models/gpt.yaml", "--config", str(tmp_path / "more.yaml")]
@@ -45,7 +45,7 @@ def test_a_config_for_several_devices_trains_the_gpt(config, tmp_path):
 
 
 def test_multi_gpu_script_runs_on_two_processes(tmp_path):
-    (script,) = blocks("python", DEVICES["multi-gpu"])
+    (script,) = find_blocks("python", DEVICES["multi-gpu"])
     (tmp_path / "train.py").write_text(script)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
@@ -72,7 +72,7 @@ def test_every_linked_file_exists():
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def on_top_of_the_digits(config, folder):
+def train_digits_with(config, folder):
     """Train two steps of an example with a config of the page on commands; return the run's config."""
     (folder / "more.yaml").write_text(config)
     words = ["--config", "models/digits.yaml", "--config", str(folder / "more.yaml")]
@@ -83,12 +83,12 @@ def on_top_of_the_digits(config, folder):
 
 def test_configs_of_commands_page_train_on_an_example(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    one, several = blocks("yaml", COMMANDS)
-    saved = on_top_of_the_digits(one, tmp_path)
+    one, several = find_blocks("yaml", COMMANDS)
+    saved = train_digits_with(one, tmp_path)
     assert "class_path: torch.optim.AdamW" in saved
     assert "interval: step" in saved
     shutil.rmtree(tmp_path / "digits")
-    saved = on_top_of_the_digits(several, tmp_path)
+    saved = train_digits_with(several, tmp_path)
     assert "ExponentialLR" in saved
     assert "ReduceLROnPlateau" in saved
 

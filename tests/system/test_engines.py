@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from tests.helpers import ROOT
-from tests.helpers.engine_tasks import CONFIG, check_epochs, record_of, steps_in
-from tests.helpers.jobs import free_port
-from tests.helpers.slurm import WHY_NOT, cluster, told, until
+from tests.helpers.engine_tasks import CONFIG, check_epochs, count_started_steps, read_record
+from tests.helpers.jobs import find_free_port
+from tests.helpers.slurm import WHY_NOT, run_program, start_cluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(600)]
 HERE = {
@@ -35,13 +35,13 @@ def submit(directory, words, environment=HERE):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def uninterrupted_losses(tmp_path_factory):
     """Return the losses of an uninterrupted run of two processes."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "run.yaml").write_text(CONFIG)
-    command = ["torchrun", "--nproc-per-node=2", "--master-port", str(free_port()), "-m", "lumen", *FIT]
+    command = ["torchrun", "--nproc-per-node=2", "--master-port", str(find_free_port()), "-m", "lumen", *FIT]
     subprocess.run(command, cwd=directory, env=HERE, check=True)
-    found = record_of(directory)
+    found = read_record(directory)
     check_epochs(found)
     return found
 
@@ -67,31 +67,31 @@ def preempt(slurm, job):
     "disturbances",
     [(come_near_the_time_limit, preempt), pytest.param((requeue, preempt, requeue), marks=pytest.mark.torture)],
 )
-def test_preempted_slurm_job_computes_the_same(disturbances, undisturbed, tmp_path):
-    with cluster(tmp_path / "slurm") as environment:
+def test_preempted_slurm_job_computes_the_same(disturbances, uninterrupted_losses, tmp_path):
+    with start_cluster(tmp_path / "slurm") as environment:
         words = "--on slurm --gpus-per-node 0 --tasks-per-node 2 --partition low"
         said = submit(tmp_path, words, {**HERE, **environment, "LUMEN_TEST_PAUSE_S": "0.1"})
         job = re.search(r"Submitted batch job (\d+)", said)[1]
         show = ("scontrol", "show", "job", job)
         for times, disturb in enumerate(disturbances, 1):
-            begun = steps_in(tmp_path)
-            until(lambda begun=begun: steps_in(tmp_path) > begun + 5, "step")
+            begun = count_started_steps(tmp_path)
+            wait_until(lambda begun=begun: count_started_steps(tmp_path) > begun + 5, "step")
             disturb(environment, job)
-            until(lambda times=times: f"Restarts={times}" in told(environment, *show), "restart")
-        until(lambda: "JobState=COMPLETED" in told(environment, *show), f"end of job {job}")
-        assert f"Restarts={len(disturbances)}" in told(environment, *show)
+            wait_until(lambda times=times: f"Restarts={times}" in run_program(environment, *show), "restart")
+        wait_until(lambda: "JobState=COMPLETED" in run_program(environment, *show), f"end of job {job}")
+        assert f"Restarts={len(disturbances)}" in run_program(environment, *show)
     (log,) = tmp_path.glob("*.log")
     assert log.read_text().count("stopped at step ") == len(disturbances)
     assert "finished: " in log.read_text()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
-    found = record_of(tmp_path)
+    found = read_record(tmp_path)
     check_epochs(found)
-    assert found == undisturbed
+    assert found == uninterrupted_losses
 
 
 @pytest.mark.parametrize("engine", ["k8s", "sky"])
-def test_engine_command_trains_on_two_nodes(engine, undisturbed, tmp_path):
-    port = free_port()
+def test_engine_command_trains_on_two_nodes(engine, uninterrupted_losses, tmp_path):
+    port = find_free_port()
     if engine == "k8s":
         _, job = yaml.safe_load_all(submit(tmp_path, "--on k8s --nodes 2 --gpus-per-node 0 --image x --dry-run"))
         job = job["spec"]
@@ -109,16 +109,16 @@ def test_engine_command_trains_on_two_nodes(engine, undisturbed, tmp_path):
         variables = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
     nodes = [subprocess.Popen(["bash", "-c", command], cwd=tmp_path, env={**HERE, **variables}) for _ in range(2)]
     assert [node.wait(120) for node in nodes] == [0, 0]
-    found = record_of(tmp_path)
+    found = read_record(tmp_path)
     check_epochs(found)
-    assert found == undisturbed
+    assert found == uninterrupted_losses
 
 
-def test_submitit_function_trains_as_the_command(undisturbed, tmp_path):
+def test_submitit_function_trains_as_the_command(uninterrupted_losses, tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIG)
     (program,) = re.findall(r"```python\n(import submitit.*?)```", (ROOT / "docs/guides/clusters.md").read_text(), re.S)
     (tmp_path / "program.py").write_text(program.replace('"submitit")', '"submitit", cluster="local")'))
     subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=HERE, check=True)
-    found = record_of(tmp_path)
+    found = read_record(tmp_path)
     check_epochs(found)
-    assert found == undisturbed
+    assert found == uninterrupted_losses

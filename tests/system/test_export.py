@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.helpers import ROOT
-from tests.helpers.checkpoints import save, small
+from tests.helpers.checkpoints import save, save_small
 from tests.helpers.export import export, fit
 
 
@@ -36,7 +36,7 @@ def test_exported_file_needs_neither_lumen_nor_pickle():
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory):
+def large_checkpoint(tmp_path_factory):
     """Write a checkpoint of 200 MB in tensors of 4 MB."""
     model = {f"layers.{n}.weight": torch.full((1024, 1024), float(n)) for n in range(50)}
     return save(tmp_path_factory.mktemp("large") / "step-1", model=model)
@@ -46,8 +46,8 @@ LUMEN = [sys.executable, "-m", "lumen", "export"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(large):
-    words = [*LUMEN, str(large), "--output", "x", "--max_shard_size", "9MB"]
+def test_a_full_disk_is_said_and_leaves_nothing(large_checkpoint):
+    words = [*LUMEN, str(large_checkpoint), "--output", "x", "--max_shard_size", "9MB"]
     done = subprocess.run(  # no file may be larger than 5 MB
         ["bash", "-c", f"ulimit -f 5000; exec {' '.join(words)}"], env=ENVIRONMENT, capture_output=True, text=True
     )
@@ -68,20 +68,20 @@ def stop_in_the_middle(number, output, *words):
 
 
 @pytest.mark.parametrize(("output", "words"), [("x.safetensors", []), ("x", ["--max_shard_size=20MB"]), ("x", [])])
-def test_killed_export_leaves_nothing_and_next_cleans_up(large, output, words):
-    process, left = stop_in_the_middle(signal.SIGKILL, output, large, *words)
+def test_killed_export_leaves_nothing_and_next_cleans_up(large_checkpoint, output, words):
+    process, left = stop_in_the_middle(signal.SIGKILL, output, large_checkpoint, *words)
     process.wait()
     assert left.is_dir()
     assert not Path(output).exists()
-    export(large, "--output", output, *words)
+    export(large_checkpoint, "--output", output, *words)
     files = [Path(output)] if output.endswith(".safetensors") else Path(output).glob("*.safetensors")
     assert sum(len(load_file(file)) for file in files) == 50
     assert os.listdir() == [output]
 
 
-def test_running_export_is_not_cleaned_up(large):
-    small(Path("step-1"))
-    process, left = stop_in_the_middle(signal.SIGSTOP, "x.safetensors", large)
+def test_running_export_is_not_cleaned_up(large_checkpoint):
+    save_small(Path("step-1"))
+    process, left = stop_in_the_middle(signal.SIGSTOP, "x.safetensors", large_checkpoint)
     export("step-1", "--output", "x.safetensors")
     before = Path("x.safetensors").read_bytes()
     assert list(left.iterdir())
@@ -116,9 +116,12 @@ print(memory("VmHWM") - before)
         (3, ["--output=x.safetensors"], 24),  # the sum has 8 bytes
     ],
 )
-def test_export_memory_is_that_of_one_tensor(large, sources, words, most):
+def test_export_memory_is_that_of_one_tensor(large_checkpoint, sources, words, most):
     save(Path("step-2"), model={"w": torch.ones(9)})
-    environment, words = ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": "1000000"}, [*[str(large)] * sources, *words]
+    environment, words = (
+        ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": "1000000"},
+        [*[str(large_checkpoint)] * sources, *words],
+    )
     done = subprocess.run([sys.executable, "-c", PEAK, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 3 <= float(done.stdout.splitlines()[-1]) < most  # MiB; a tensor has 4, the model 200

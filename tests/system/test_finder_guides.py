@@ -10,7 +10,7 @@ import pytest
 from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.pages import snippets
+from tests.helpers.pages import find_programs
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 SPIKES = (ROOT / "docs/guides/loss-spikes.md").read_text()
@@ -18,7 +18,7 @@ SPIKES = (ROOT / "docs/guides/loss-spikes.md").read_text()
 
 def run_programs(tmp_path, page, *numbers):
     """Run programs of a page in order in a new process. Return their output."""
-    programs = snippets(f"docs/guides/{page}.md")
+    programs = find_programs(f"docs/guides/{page}.md")
     (tmp_path / "train.py").write_text("".join(programs[number] for number in numbers))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 from lumen.errors import HUNG
 from tests.helpers import hanging_run
 from tests.helpers.hanging_run import LATE, LONG_S, UNMATCHED
-from tests.helpers.jobs import Nursery, script
+from tests.helpers.jobs import Nursery, start_script
 
 MODULE = hanging_run.__name__
 PLACE = r"is in user code: \S+hanging_run\.py:\d+ in"
@@ -45,11 +45,11 @@ def is_named_and_ended(nursery, folder, mode, devices):
     assert f"{stacks.relative_to(folder)}" in end.output
     assert "failed: ProcessStuck: no step and no batch" in (folder / "runs/run/run.log").read_text()
     if devices > 1:
-        collectives_are_recorded(folder / "runs/run/logs", ended_by_itself=[0] if mode == "stopped" else [0, 1])
+        check_recorded_collectives(folder / "runs/run/logs", ended_by_itself=[0] if mode == "stopped" else [0, 1])
     return end.took_s
 
 
-def collectives_are_recorded(logs, ended_by_itself):
+def check_recorded_collectives(logs, ended_by_itself):
     """Check that torch's flight recorder is on; the waiting rank has begun more collectives than the other."""
     files = {rank: [*logs.glob(f"collectives-torch-rank{rank}-*.json")] for rank in (0, 1)}
     assert [rank for rank, found in files.items() if found] == ended_by_itself
@@ -100,7 +100,7 @@ def test_hangs_are_named_and_ended_reliably(nursery, tmp_path, mode, devices, ti
 @pytest.mark.slow
 def test_hung_job_is_restarted_and_finishes(tmp_path):
     options = {"mode": "loop", "devices": 2, "launched": True, "max_restarts": 1}
-    end = script(tmp_path, MODULE, options).wait()
+    end = start_script(tmp_path, MODULE, options).wait()
     assert end.code == 0, end.output
     assert re.search(r"restart 1 of 1: rank \d .*resuming from step 2", end.output)
     assert "done: 8 steps" in end.output
@@ -118,7 +118,7 @@ def test_missing_rank_is_named_reliably(tmp_path, time):
 
 
 def is_missed(folder):
-    end = script(folder, MODULE, {"mode": "absent", "devices": 2, "launched": True}).wait()
+    end = start_script(folder, MODULE, {"mode": "absent", "devices": 2, "launched": True}).wait()
     assert end.code == HUNG, end.output
     assert "the 2 processes did not all connect" in end.output
     assert "timed out waiting for ranks 1" in end.output

@@ -32,46 +32,54 @@ sys.addaudithook(lambda event, args: print("started:", event, args, flush=True) 
 """
 
 
-def python(code, folder, *arguments):
+def run_interpreter(code, folder, *arguments):
     """Return the output of a fresh interpreter."""
     return run_python("-c", code, *arguments, cwd=folder)[0]
 
 
-def imported(code, folder):
+def list_imported_modules(code, folder):
     """Return the imported modules after some code."""
     return set(
-        json.loads(python(f"{code}\nimport json, sys\nprint(json.dumps(list(sys.modules)))", folder).split("\n")[-2])
+        json.loads(
+            run_interpreter(f"{code}\nimport json, sys\nprint(json.dumps(list(sys.modules)))", folder).split("\n")[-2]
+        )
     )
 
 
-def packages(modules):
+def filter_packages(modules):
     """Return the imported packages that do not come with Python."""
     return {name.split(".")[0] for name in modules} - sys.stdlib_module_names
 
 
 def test_lumen_itself_waits_for_nothing(tmp_path):
-    assert packages(imported("import lumen", tmp_path) - imported("", tmp_path)) == {"lumen"}
+    assert filter_packages(list_imported_modules("import lumen", tmp_path) - list_imported_modules("", tmp_path)) == {
+        "lumen"
+    }
 
 
 def test_main_names_import_little_beyond_torch(tmp_path):
-    before = imported("import torch", tmp_path)
-    added = imported("import torch\nfrom lumen import TaskModule, DataModule, Trainer", tmp_path) - before
-    found = {name for name in packages(added) if not name.startswith(("_cython", "cython"))}  # numpy's internal modules
+    before = list_imported_modules("import torch", tmp_path)
+    added = list_imported_modules("import torch\nfrom lumen import TaskModule, DataModule, Trainer", tmp_path) - before
+    found = {
+        name for name in filter_packages(added) if not name.startswith(("_cython", "cython"))
+    }  # numpy's internal modules
     assert found <= {"lumen", "numpy", "torch"}  # numpy's generators, which Lumen seeds; small modules of torch
-    assert not HEAVY & (added | packages(added))
+    assert not HEAVY & (added | filter_packages(added))
 
 
 def test_public_names_import_no_heavy_packages(tmp_path):
-    before = imported("import torch", tmp_path)
+    before = list_imported_modules("import torch", tmp_path)
     sharded = {"DDP", "FSDP", "CLI", "runs"}  # the last one reads YAML
-    added = imported(f"import lumen\nfor name in set(lumen.__all__) - {sharded}: getattr(lumen, name)", tmp_path)
+    added = list_imported_modules(
+        f"import lumen\nfor name in set(lumen.__all__) - {sharded}: getattr(lumen, name)", tmp_path
+    )
     assert not HEAVY & (added - before)
 
 
 FILES = {"lumen.fish", "lumen.patch"}
 
 
-def documented_names():
+def list_documented_names():
     """Return every `lumen.NAME` in the pages and configs, without modules that a page imports or runs."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb"), *ROOT.glob("models/*")]
     text = "\n".join(page.read_text() for page in pages if page.is_file())
@@ -80,12 +88,12 @@ def documented_names():
 
 
 def test_documented_names_need_no_other_import(tmp_path):
-    names = documented_names()
+    names = list_documented_names()
     assert {"lumen.optim", "lumen.Trainer", "lumen.precision.Float16"} <= {*names}
     for name in {*names} - {COMMANDS}:  # a group of entry points is not a module
         first, *others = name.split(".")[1:]
         reduce(getattr, others, lumen.__getattr__(first))  # independent of earlier imports in this process
-    python("import lumen\nlumen.optim.cosine", tmp_path)
+    run_interpreter("import lumen\nlumen.optim.cosine", tmp_path)
 
 
 def test_missing_name_raises_attribute_error():
@@ -119,54 +127,58 @@ for directories in (10, 100):
 
 
 def test_later_runs_open_no_files_of_earlier_runs(tmp_path):
-    few, many = python(OPENED, tmp_path).splitlines()[-2:]
+    few, many = run_interpreter(OPENED, tmp_path).splitlines()[-2:]
     assert few == many
     assert {path for path in few.split() if not path.startswith("runs/NAME")} == {"runs"}
 
 
 def test_run_imports_no_unused_heavy_packages(tmp_path):
-    before = imported(
+    before = list_imported_modules(
         "from tests.helpers.tasks import Regression, loader\nRegression().configure_optimizers()", tmp_path
     )
     assert "torch._dynamo" in before  # of any optimizer
-    added = imported(TRAIN.format(options=QUIET), tmp_path) - before
+    added = list_imported_modules(TRAIN.format(options=QUIET), tmp_path) - before
     assert not HEAVY & added
 
 
 def test_torchmetrics_is_not_imported_before_first_metric(tmp_path):
-    assert "torchmetrics" not in imported(TRAIN.format(options={}), tmp_path)
+    assert "torchmetrics" not in list_imported_modules(TRAIN.format(options={}), tmp_path)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"]])
 def test_usage_help_and_version_do_not_import_torch(tmp_path, words):
-    modules = imported(f"from lumen.cli import main\nmain({words})", tmp_path)
+    modules = list_imported_modules(f"from lumen.cli import main\nmain({words})", tmp_path)
     assert not {"torch", "numpy", "rich", "yaml", "jsonargparse"} & modules
 
 
 def test_command_help_imports_no_compiler_or_torchmetrics(tmp_path):
-    modules = imported("from lumen.cli import main\ntry: main(['fit', '--help'])\nexcept SystemExit: print()", tmp_path)
+    modules = list_imported_modules(
+        "from lumen.cli import main\ntry: main(['fit', '--help'])\nexcept SystemExit: print()", tmp_path
+    )
     assert not {"torch._dynamo", "torchmetrics", "fsspec", "tensorboard", "torch.distributed.fsdp"} & modules
 
 
-def started(printed):
+def list_started(printed):
     """Return the processes that were started while a program printed."""
     return {line for line in printed.split("\n") if line.startswith("started:")}
 
 
-def started_by_torch(folder):
+def list_started_by_torch(folder):
     """Return the processes that the imports of an optimizer start: torch's CUDA builds look for libraries."""
-    return started(
-        python(f"{WATCH}from tests.helpers.tasks import Regression\nRegression().configure_optimizers()", folder)
+    return list_started(
+        run_interpreter(
+            f"{WATCH}from tests.helpers.tasks import Regression\nRegression().configure_optimizers()", folder
+        )
     )
 
 
 def test_single_device_script_starts_no_other_process(tmp_path):
-    assert started(python(WATCH + TRAIN.format(options={}), tmp_path)) == started_by_torch(tmp_path)
+    assert list_started(run_interpreter(WATCH + TRAIN.format(options={}), tmp_path)) == list_started_by_torch(tmp_path)
 
 
 def test_command_trains_in_the_started_process(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "import os\nfrom tests.helpers.tasks import Seeing, numbers\nimport lumen\n"
+        "import os\nfrom tests.helpers.tasks import Seeing, make_numbers\nimport lumen\n"
         "from torch.utils.data import DataLoader\n"
         "class Task(Seeing):\n"
         "    def training_step(self, batch):\n"
@@ -174,11 +186,13 @@ def test_command_trains_in_the_started_process(tmp_path):
         "        return super().training_step(batch)\n"
         "class Data(lumen.DataModule):\n"
         "    def train_dataloader(self):\n"
-        "        return DataLoader(numbers(), 8)\n"
+        "        return DataLoader(make_numbers(), 8)\n"
     )
     code = f"{WATCH}\nprint('command', os.getpid())\nfrom lumen.cli import main\nsys.exit(main())"
-    printed = python(code, tmp_path, "fit", "--model", "mine.Task", "--data", "mine.Data", "--trainer.max_steps", "2")
-    assert started(printed) == started_by_torch(tmp_path)
+    printed = run_interpreter(
+        code, tmp_path, "fit", "--model", "mine.Task", "--data", "mine.Data", "--trainer.max_steps", "2"
+    )
+    assert list_started(printed) == list_started_by_torch(tmp_path)
     printed = printed.split("\n")
     (command,) = [line.split()[-1] for line in printed if line.startswith("command")]
     assert [line.split()[-1] for line in printed if line.startswith("trains in")] == [command] * 2

@@ -3,8 +3,8 @@
 import pytest
 
 from lumen.checkpoint import find_checkpoints
-from tests.helpers.file_server import serving
-from tests.helpers.programs import numbers_of
+from tests.helpers.file_server import serve_folder
+from tests.helpers.programs import run_and_read_numbers
 
 MEMORY = """
 import resource, sys, torch, torch._dynamo, lumen  # the compiler comes with the first optimizer
@@ -46,16 +46,16 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 SLACK_MIB = 48  # for the allocator, the libraries and the page cache; a second copy of the model would take 200
 
 
-def grown_mib(root, where):
+def measure_growth_mib(root, where):
     """Return the additional MiB of a process that loads a model of 200 MiB after building it."""
-    return sum(numbers_of("-c", MEMORY, root, where))
+    return sum(run_and_read_numbers("-c", MEMORY, root, where))
 
 
 @pytest.mark.slow
 def test_loading_needs_the_memory_of_one_tensor_more(tmp_path):
-    grown_mib(tmp_path, "save")
+    measure_growth_mib(tmp_path, "save")
     (checkpoint,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
-    assert grown_mib(tmp_path, checkpoint) < 4 + SLACK_MIB
-    assert grown_mib(tmp_path, "resume") < 200 + 4 + SLACK_MIB  # with the optimizer's state
-    with serving(checkpoint) as (url, _):
-        assert grown_mib(tmp_path, url) < 4 + SLACK_MIB
+    assert measure_growth_mib(tmp_path, checkpoint) < 4 + SLACK_MIB
+    assert measure_growth_mib(tmp_path, "resume") < 200 + 4 + SLACK_MIB  # with the optimizer's state
+    with serve_folder(checkpoint) as (url, _):
+        assert measure_growth_mib(tmp_path, url) < 4 + SLACK_MIB

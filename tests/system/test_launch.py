@@ -24,7 +24,7 @@ from lumen.distributed.cluster_environment import find_cluster_process
 from lumen.errors import ConfigError
 from lumen.strategies.factory import choose_processes, make_strategy
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
-from tests.helpers.working_directory import clear_environment, commands_in
+from tests.helpers.working_directory import clear_environment, find_commands
 
 SCRIPT = """
 import atexit, os, signal, sys, time
@@ -129,13 +129,13 @@ def finish(process, limit_s=90):
         process.kill()  # its workers end with it
         pytest.fail(f"not done after {limit_s} s\n{process.communicate()[0]}")
     for _ in range(50):
-        if not (left := processes_here()):
+        if not (left := list_processes()):
             return process.returncode, output
         time.sleep(0.1)
     pytest.fail(f"left behind: {left}\n{output}")
 
 
-def processes_here():
+def list_processes():
     """Return the command and the pid of every other process that works in this test's directory."""
     here, found = os.getcwd(), []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -151,11 +151,11 @@ def run(*words, **environment):
     return finish(start(*words, **environment))
 
 
-def left_in_tmp():
+def list_left_in_tmp():
     return [path for path in Path(os.environ["TMPDIR"]).iterdir() if path.name.startswith("lumen")]
 
 
-def steps():
+def read_steps():
     return sorted(path.name for path in Path("runs/run/checkpoints").glob("step-*"))
 
 
@@ -170,8 +170,8 @@ def test_one_flag_runs_a_command_in_two_processes(tmp_path):
     assert output.count("finished: max_epochs=2 reached at step 6") == 1
     saved = yaml.safe_load(Path("runs/line/config.yaml").read_text())
     assert (saved["trainer"]["devices"], saved["trainer"]["strategy"], saved["seed_everything"]) == (2, "auto", 7)
-    assert not left_in_tmp()
-    printed = commands_in(output)
+    assert not list_left_in_tmp()
+    printed = find_commands(output)
     assert printed.keys() == {"longer", "curves", "weights"}, output
     words = ["test", "--config", "runs/line/config.yaml", "--ckpt_path", "last", "--output"]
     code, output = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lumen", *words, "two.json")
@@ -203,7 +203,7 @@ def test_error_of_all_processes_is_printed_once():
     assert output.splitlines()[1:] == [
         "error: global_batch_size and accumulate_grad_batches both set the size of a step. Set only one of them."
     ]
-    assert not left_in_tmp()
+    assert not list_left_in_tmp()
 
 
 def test_help_and_print_config_start_nothing():
@@ -228,7 +228,7 @@ def test_a_script_runs_in_its_workers(monkeypatch):
     assert output.count("finished: max_steps=4") == 1
     assert output.splitlines()[-1] == "gloo's threads: []"
     assert Path("order-0").read_text() == Path("order-1").read_text() != Path("order-None").read_text()
-    assert not left_in_tmp()
+    assert not list_left_in_tmp()
 
 
 @pytest.mark.slow
@@ -292,7 +292,7 @@ def test_traceback_of_failing_rank_comes_last(time, capsys):
     all_are = "The tracebacks of all ranks are in runs/run/logs."
     assert lines[-3:] == ["KeyError: 'what the user did'", where, all_are], output
     assert output.count("Traceback") == 1, output
-    (folder,) = left_in_tmp()
+    (folder,) = list_left_in_tmp()
     assert f"rank 1 failed; the output of the ranks above 0 is in {folder}" in lines
     assert not Path("after").exists()
     (log,) = Path("runs/run/logs").glob("*-rank1.log")
@@ -405,8 +405,8 @@ def test_stopped_job_saves_and_resumes(number):
     assert output.count(f"{number.name}: finishing this step") == 1
     assert 'train.py slow 100000 2   # with Trainer(..., name="run", resume="auto")' in output
     assert not Path("after").exists()
-    stopped = steps()[-1]
-    assert not left_in_tmp()
+    stopped = read_steps()[-1]
+    assert not list_left_in_tmp()
     number = int(stopped.removeprefix("step-")) + 2
     code, output = run("train.py", "fine", str(number), "2")
     assert code == 0, output
@@ -422,7 +422,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", 
 def test_signal_to_all_processes_counts_once(words):
     process = start(*words)
     wait_until_trained(process)
-    for _, number in processes_here():  # like systemd for a service
+    for _, number in list_processes():  # like systemd for a service
         os.kill(number, signal.SIGTERM)
     code, output = finish(process)
     assert code == (143 if words is not TORCHRUN else 1), output
@@ -430,7 +430,7 @@ def test_signal_to_all_processes_counts_once(words):
     (stopped,) = set(
         re.findall(r"stopped at step (\d+) by SIGTERM; newest checkpoint: step-0*\1\. Resume with", output)
     )
-    assert steps()[-1] == f"step-{int(stopped):08d}"
+    assert read_steps()[-1] == f"step-{int(stopped):08d}"
 
 
 @pytest.mark.slow
@@ -440,7 +440,7 @@ def test_workers_do_not_outlive_their_launcher(words):
     wait_until_trained(process)
     process.kill()
     finish(process)
-    assert steps()
+    assert read_steps()
 
 
 @pytest.mark.slow
@@ -460,14 +460,14 @@ def test_workers_of_killed_launcher_do_not_train():
 # ---------------------------------------------------------------------- processes started by other launchers
 
 
-def free_port():
+def find_free_port():
     with socket.socket() as place:
         place.bind(("localhost", 0))
         return place.getsockname()[1]
 
 
 def test_torch_distributed_launch_is_supported():
-    port = str(free_port())
+    port = str(find_free_port())
     launcher = ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-port", port]
     code, output = run(*launcher, "-m", "lumen", "fit", "--config", "line.yaml")
     assert code == 0, output
@@ -523,7 +523,7 @@ def assert_two_processes_trained_as_one():
 @pytest.mark.slow
 def test_two_agents_train_one_run_on_two_nodes():
     Path("together.py").write_text(TOGETHER)
-    port = free_port()
+    port = find_free_port()
     agent = [
         "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
         "--rdzv-endpoint", f"localhost:{port}", "--local-addr", "localhost", "together.py",
@@ -537,7 +537,7 @@ def test_two_agents_train_one_run_on_two_nodes():
 @pytest.mark.slow
 def test_processes_of_multiprocessing_spawn_train_together():
     Path("together.py").write_text(TOGETHER)
-    code, output = run("together.py", str(free_port()))
+    code, output = run("together.py", str(find_free_port()))
     assert code == 0, output
     assert_two_processes_trained_as_one()
 
@@ -567,7 +567,7 @@ for steps in (1, 6):
 """
 
 
-def restarted(kills, late_s, *options):
+def run_with_restarts(kills, late_s, *options):
     """Return the records of both runs of a program that torchrun restarts `kills` times."""
     Path("restarted.py").write_text(RESTARTED)
     code, output = run(
@@ -593,9 +593,9 @@ SHARED_STORE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     ids=["a late rank", "20 times of 20"],
 )
 def test_torchrun_restarts_resume_in_the_same_directories(times, kills, late_s):
-    undisturbed = restarted(0, 0)
+    undisturbed = run_with_restarts(0, 0)
     for _ in range(times):
-        assert restarted(kills, late_s, *SHARED_STORE) == undisturbed
+        assert run_with_restarts(kills, late_s, *SHARED_STORE) == undisturbed
 
 
 def test_slurm_tasks_are_used_as_ranks():

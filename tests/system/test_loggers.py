@@ -10,9 +10,9 @@ import pytest
 from lumen.checkpoint import find_checkpoints
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Line
-from tests.helpers.loggers import csv_record, events, hyperparameters, scalars
+from tests.helpers.loggers import read_csv, read_events, read_hyperparameters, read_scalars
 from tests.helpers.programs import run_python
-from tests.helpers.services import OFFLINE, of_csv, of_mlflow, of_wandb, runs_of_mlflow
+from tests.helpers.services import OFFLINE, list_mlflow_runs, of_csv, read_mlflow, read_wandb
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_validation_cut_by_signal_is_recorded_once(tmp_path, number, code):
     assert part(whole, 0).returncode == 0
     assert part(cut, number).returncode in (code, -number)
     assert [path.name for path in find_checkpoints(cut / "runs/run/checkpoints")][-1] == "step-00000008-validating"
-    shown = [event.step for event in events(cut / "runs/run").Images("seen")]
+    shown = [event.step for event in read_events(cut / "runs/run").Images("seen")]
     assert shown == [400, 401, 402, 800, 801]  # no row is removed before the run resumes
     assert part(cut, 0).returncode == 0
 
     for name, kind in (("seen", "Images"), ("targets", "Histograms"), ("batch/text_summary", "Tensors")):
         steps, expected = (
-            [event.step for event in getattr(events(each / "runs/run"), kind)(name)] for each in (cut, whole)
+            [event.step for event in getattr(read_events(each / "runs/run"), kind)(name)] for each in (cut, whole)
         )
         assert steps == expected == [step + batch for step in (400, 800, 1200) for batch in range(3)], name
-    record, undisturbed = scalars(cut / "runs/run"), scalars(whole / "runs/run")
-    assert record == csv_record(cut / "runs/run")
+    record, undisturbed = read_scalars(cut / "runs/run"), read_scalars(whole / "runs/run")
+    assert record == read_csv(cut / "runs/run")
     for name in record:
         assert [step for step, _ in record[name]] == [step for step, _ in undisturbed[name]], name
     assert (cut / "runs/run/metrics.csv").read_bytes() == (whole / "runs/run/metrics.csv").read_bytes()
@@ -126,10 +126,10 @@ def test_kills_leave_a_record_without_gap_or_repetition(tmp_path):
     assert run(whole)[0] == 0
     starts = [run(killed, kill_at)[0] for kill_at in (3, 9, 19, None)]
     assert starts == [0, 0, 5, 15]  # every kill lost steps that were already recorded
-    directory, undisturbed = killed / "runs/run", scalars(whole / "runs/run")
+    directory, undisturbed = killed / "runs/run", read_scalars(whole / "runs/run")
 
-    record = scalars(directory)
-    assert record == csv_record(directory)
+    record = read_scalars(directory)
+    assert record == read_csv(directory)
     assert record.keys() == undisturbed.keys()
     for name in record:
         assert [step for step, _ in record[name]] == [step for step, _ in undisturbed[name]], name
@@ -142,12 +142,12 @@ def test_kills_leave_a_record_without_gap_or_repetition(tmp_path):
         ("note/text_summary", "Tensors", "tensor_proto"),
     ):
         kept, expected = (
-            [(event.step, getattr(event, content)) for event in getattr(events(path / "runs/run"), kind)(name)]
+            [(event.step, getattr(event, content)) for event in getattr(read_events(path / "runs/run"), kind)(name)]
             for path in (killed, whole)
         )
         assert kept == expected
         assert [step for step, _ in kept] == list(range(24))
-    assert hyperparameters(directory) == hyperparameters(whole / "runs/run")
+    assert read_hyperparameters(directory) == read_hyperparameters(whole / "runs/run")
 
 
 SERVICES = """
@@ -213,10 +213,14 @@ def test_services_record_one_complete_run_despite_kills(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert [int(code) for code in ended.stdout.split()] == [-signal.SIGKILL, -signal.SIGKILL, 0], ended.stderr
     directory, uri = tmp_path / "runs/line", f"sqlite:///{tmp_path}/runs/mlflow.db"
-    (run,) = runs_of_mlflow(uri)
+    (run,) = list_mlflow_runs(uri)
     own = of_csv(directory)
     assert [step for step, _ in own["loss"]] == list(range(1, 21))
-    records = {"mlflow": of_mlflow(uri, run.info.run_id), "wandb": of_wandb(directory), "events": scalars(directory)}
+    records = {
+        "mlflow": read_mlflow(uri, run.info.run_id),
+        "wandb": read_wandb(directory),
+        "events": read_scalars(directory),
+    }
     steps_of = {
         title: {name: [step for step, _ in record[name]] for name in record} for title, record in records.items()
     }

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.helpers.migrate import command, write
+from tests.helpers.migrate import run_migrate, run_migrate_write
 
 PROJECTS = ROOT / "tests/projects"
 PAGE = ROOT / "docs/migration/move-a-project.md"
 LIGHTNING = re.compile(r"\b(pytorch_)?lightning\b")
 
 
-def copied(name, to):
+def copy_project(name, to):
     """Return a copy of a project, with its repository."""
     shutil.copytree(PROJECTS / name, to, ignore=shutil.ignore_patterns("__pycache__"))
     git(to, "init", "-q")
@@ -33,7 +33,7 @@ def lumen(directory, *words):
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
-def own_tests(directory, *without):
+def start_project_tests(directory, *without):
     """Start the project's tests; modules in `without` cannot be imported."""
     barrier = directory.with_name(f"{directory.name}-without")
     barrier.mkdir()
@@ -52,13 +52,16 @@ def own_tests(directory, *without):
 @pytest.mark.time_limit(500)
 @pytest.mark.parametrize("name", ["digitgan", "winecli", "selfsup"])
 def test_a_projects_own_tests_pass_before_and_after(tmp_path, name):
-    before, after = copied(name, tmp_path / "before"), copied(name, tmp_path / "after")
+    before, after = copy_project(name, tmp_path / "before"), copy_project(name, tmp_path / "after")
     sources = [each for each in (PROJECTS / name).rglob("*") if each.suffix in (".py", ".yaml")]
     assert sum(len(each.read_text().splitlines()) for each in sources) > 300
     assert lumen(after, "migrate", ".", "--write").returncode == 0
     left = [each for each in after.rglob("*") if each.suffix in (".py", ".yaml") and LIGHTNING.search(_code(each))]
     assert left == []
-    running = [own_tests(before, "lumen"), own_tests(after, "lightning", "pytorch_lightning", "lightning_fabric")]
+    running = [
+        start_project_tests(before, "lumen"),
+        start_project_tests(after, "lightning", "pytorch_lightning", "lightning_fabric"),
+    ]
     (told_before, _), (told_after, _) = (each.communicate() for each in running)
     assert [each.returncode for each in running] == [0, 0], told_before + told_after
     assert _passed(told_before) == _passed(told_after) >= 5
@@ -78,7 +81,7 @@ def test_the_guide_shows_what_the_command_prints(tmp_path):
 
 
 def _page(tmp_path):
-    done = lumen(copied("winecli", tmp_path / "wine"), "migrate", ".")
+    done = lumen(copy_project("winecli", tmp_path / "wine"), "migrate", ".")
     assert done.returncode == 0
     text = re.sub(r"```text\n.*?```", lambda _: f"```text\n{done.stderr}```", PAGE.read_text(), count=1, flags=re.S)
     return re.sub(r"```diff\n.*?```", lambda _: f"```diff\n{done.stdout}```", text, count=1, flags=re.S)
@@ -113,23 +116,23 @@ def texts(path):
 
 def test_diff_is_a_patch_equal_to_write(project):
     before = texts(project)
-    code, diff, said = command(".")
+    code, diff, said = run_migrate(".")
     assert (code, texts(project)) == (0, before)
     assert "To check by hand:\na.py:2:" not in said
     assert "2 files, 5 lines of the diff; `--write` makes these edits" in said
     subprocess.run(["git", "apply"], input=diff.encode(), check=True)
     patched = texts(project)
     git(project, "checkout", ".")
-    assert write(".")[0] == 0
+    assert run_migrate_write(".")[0] == 0
     assert texts(project) == patched
     assert patched["a.py"] == 'import lumen\nx = lumen.Trainer(accelerator="gpu", devices=2)'
     assert patched[["ignored", "b.py"][1]] == "import lightning\n"
 
 
 def test_a_second_run_prints_no_edit(project):
-    write(".")
+    run_migrate_write(".")
     git(project, "commit", "-qam", "b")
-    code, diff, said = command(".")
+    code, diff, said = run_migrate(".")
     assert (code, diff) == (0, "")
     assert said == "nothing to edit; 0 places to check by hand\n"
 
@@ -138,12 +141,12 @@ def test_edits_that_git_cannot_undo_are_refused(project):
     (project / "a.py").write_text("import lightning as L  # new\n")
     (project / "new.py").write_text("import lightning\n")
     before = texts(project)
-    code, said = write(".")
+    code, said = run_migrate_write(".")
     assert code == 2
     assert "a.py has changes that are not committed" in said
     assert "new.py is not in git" in said
     assert texts(project) == before
-    assert write(".", "--force")[0] == 0
+    assert run_migrate_write(".", "--force")[0] == 0
     assert texts(project)["a.py"] == "import lumen  # new\n"
 
 
@@ -156,7 +159,7 @@ def test_a_hostile_git_config_runs_nothing(project, setting):
     git(project, "config", setting, str(program if setting != "core.hooksPath" else program.parent))
     (project / ".gitattributes").write_text("*.py filter=bad\n")
     (project / "a.py").touch()  # git compares its copy with the file
-    assert write(".")[0] == 0
+    assert run_migrate_write(".")[0] == 0
     assert texts(project)["a.py"].startswith("import lumen")
     assert not (project / "executed").exists()
 

@@ -70,7 +70,7 @@ class Notebook(NotebookClient):
 
 
 @contextmanager
-def kernel(folder):
+def start_kernel(folder):
     """Start a kernel of this interpreter in a folder, without the user's Jupyter files."""
     with tempfile.TemporaryDirectory() as home:  # pytest's folders are too long for a socket's name
         command = ["-m", "ipykernel_launcher", "-f", "{connection_file}", "--HistoryManager.enabled=False"]
@@ -97,7 +97,7 @@ def without_colors(text):
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def text_of(outputs):
+def join_text(outputs):
     """Return the printed text, without pictures and errors."""
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
@@ -194,7 +194,7 @@ FINISHED = "finished: max_epochs=3 reached at step 15, epoch 3\n"
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
     """Start one kernel for all tests; it has trained `undisturbed`, the run called regression."""
-    with kernel(tmp_path_factory.mktemp("notebook")) as notebook:
+    with start_kernel(tmp_path_factory.mktemp("notebook")) as notebook:
         notebook.run(DEFINITIONS)
         notebook.run(TOOLS)
         notebook.first = notebook.run("undisturbed = fit(Regression())")
@@ -253,7 +253,7 @@ def test_no_batch_outlives_the_fit(notebook):
 
 def test_repeated_cell_trains_equally_in_new_directory(notebook):
     notebook.run(DEFINITIONS)
-    written = text_of(notebook.run("again = fit(Regression())"))
+    written = join_text(notebook.run("again = fit(Regression())"))
     assert written.startswith("the run is in runs/regression-2\n")
     assert FINISHED in written
     notebook.run("assert same_training(undisturbed, again, 'regression', 'regression-2')")
@@ -314,7 +314,7 @@ def test_interrupted_fit_saves_and_resumes_exactly(notebook):
         stop_at=["press stop"],
     )
     assert outputs[-1].ename == "KeyboardInterrupt"
-    assert text_of(outputs).endswith(
+    assert join_text(outputs).endswith(
         "press stop\n"
         "SIGINT: finishing this step; a second signal stops at once\n"
         "the step goes on\n"
@@ -325,7 +325,7 @@ def test_interrupted_fit_saves_and_resumes_exactly(notebook):
     assert picture.data["text/plain"].startswith("step 7/15 · epoch 2/3 · ")
     notebook.run("assert not (left := changes()), left")
 
-    written = text_of(notebook.run('resumed = fit(Regression(), name="stopped", resume="auto")'))
+    written = join_text(notebook.run('resumed = fit(Regression(), name="stopped", resume="auto")'))
     assert "resuming from runs/stopped/checkpoints/step-00000007\n" in written
     assert FINISHED in written
     notebook.run("""
@@ -349,7 +349,7 @@ def test_second_interrupt_exits_fit_and_keeps_kernel(notebook):
         stop_at=["press stop", "a second signal stops at once"],
     )
     assert outputs[-1].ename == "KeyboardInterrupt"
-    assert text_of(outputs).count("a second signal stops at once") == text_of(outputs).count("stopped at once") == 1
+    assert join_text(outputs).count("a second signal stops at once") == join_text(outputs).count("stopped at once") == 1
     assert "another exception" not in "".join(outputs[-1].traceback)
     notebook.run("assert not (left := changes()), left")
 
@@ -364,7 +364,7 @@ def test_fit_in_a_thread_is_equal(notebook):
         assert not (left := changes()), left
     """)
     assert [output.output_type for output in outputs] == ["stream", "display_data", "stream"]
-    assert FINISHED in text_of(outputs)
+    assert FINISHED in join_text(outputs)
 
 
 def test_command_started_by_cell_prints_no_escapes(notebook):
@@ -383,9 +383,9 @@ def test_example_notebook_runs_and_has_no_stored_outputs(tmp_path):
     nbformat.validate(example)
     cells = [cell for cell in example.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
-    with kernel(tmp_path) as notebook:
+    with start_kernel(tmp_path) as notebook:
         shown = [notebook.run(cell.source) for cell in cells]
-    first, longer = (text_of(outputs).splitlines() for outputs in shown[1:3])
+    first, longer = (join_text(outputs).splitlines() for outputs in shown[1:3])
     assert "finished: max_epochs=6 reached at step 120, epoch 6" in first
     assert "finished: max_epochs=10 reached at step 200, epoch 10" in longer
     (accuracy,) = re.findall(r"^\[{'accuracy': ([\d.]+)}\]$", shown[3][-1].data["text/plain"])

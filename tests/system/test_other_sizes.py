@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 
 SCRIPT = """
 import json, os, signal, sys
@@ -56,7 +56,7 @@ def script(program_directory):
     Path("job.py").write_text(SCRIPT)
 
 
-def live(strategy, devices, fatal_step=-1, fatal_rank=0):
+def run_attempt(strategy, devices, fatal_step=-1, fatal_rank=0):
     """Run one attempt, in which the rank kills itself at the step; return its output."""
     words = [sys.executable, "job.py", strategy, devices, fatal_step, fatal_rank]
     job = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=200, check=False)
@@ -65,9 +65,9 @@ def live(strategy, devices, fatal_step=-1, fatal_rank=0):
     return output
 
 
-def result():
+def read_result():
     """Return the loss of each step, and how often each sample was trained on by epoch, repeated steps counted once."""
-    losses = [float(row["loss"]) for row in rows_of(Path("runs/run/metrics.csv"))]
+    losses = [float(row["loss"]) for row in read_rows(Path("runs/run/metrics.csv"))]
     batches = {}
     for epoch, number, samples in map(json.loads, Path("samples").read_text().splitlines()):
         assert batches.setdefault((epoch, number), samples) == samples
@@ -81,8 +81,8 @@ def result():
 
 def check_sizes(expected, lives):
     """Compare a run of these attempts, each (strategy, devices, fatal step, fatal rank), with the uninterrupted run."""
-    outputs = [live(*each) for each in lives]
-    losses, seen = result()
+    outputs = [run_attempt(*each) for each in lives]
+    losses, seen = read_result()
     assert losses == pytest.approx(expected[0], abs=1e-10, rel=0)
     assert len(losses) == 20
     assert seen == expected[1] == {epoch: Counter(range(50)) for epoch in range(4)}
@@ -93,8 +93,8 @@ def check_sizes(expected, lives):
 @pytest.mark.time_limit(400)
 def test_killed_run_resumes_with_other_world_sizes():
     """One line reports the change."""
-    live("single", 1)
-    expected = result()
+    run_attempt("single", 1)
+    expected = read_result()
     lives = [("ddp", 2, 5, 1), ("fsdp", 3, 13, 2), ("single", 1, -1, 0)]
     _, three, one = check_sizes(expected, lives)
     assert (
@@ -111,8 +111,8 @@ def test_killed_run_resumes_with_other_world_sizes():
 @pytest.mark.time_limit(7200)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_kills_and_sizes_keep_losses_and_samples(seed):
-    live("single", 1)
-    expected = result()
+    run_attempt("single", 1)
+    expected = read_result()
     draw, step, lives = random.Random(seed), 0, []
     for devices in (4, 2, 3):
         step += draw.randrange(3, 6)

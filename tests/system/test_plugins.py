@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from tests.helpers import ROOT
-from tests.helpers.pages import snippets
+from tests.helpers.pages import find_programs
 
 PAGE = (ROOT / "docs/guides/plugins.md").read_text()
 PROJECT = tomllib.loads(re.search(r"```toml\n(.*?)```", PAGE, re.S)[1])["project"]
@@ -33,7 +33,7 @@ def greenlight(tmp_path):
     points = {name.removeprefix("lumen."): each.items() for name, each in PROJECT["entry-points"].items()}
     install(folder, **points)
     (folder / "greenlight").mkdir()
-    for name, text in zip(FILES, snippets("docs/guides/plugins.md"), strict=True):
+    for name, text in zip(FILES, find_programs("docs/guides/plugins.md"), strict=True):
         (folder / "greenlight" / name).write_text(text)
     return folder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.sockets import listening, open_to_others
+from tests.helpers.sockets import filter_reachable, find_addresses
 
 pytestmark = pytest.mark.usefixtures("program_directory")
 
@@ -17,7 +17,7 @@ SCRIPT = """
 import json, os, sys
 import torch.distributed as dist
 import lumen
-from tests.helpers.sockets import listening
+from tests.helpers.sockets import find_addresses
 from tests.helpers.tasks import Regression, loader
 
 launcher = os.environ.get("LUMEN_LAUNCHER")
@@ -26,7 +26,7 @@ seen = {}
 def look(phase):
     # The launcher is the parent; under srun and torchrun the parent is theirs.
     processes = [os.getpid(), *([int(launcher)] if launcher else [])]
-    seen[phase] = sorted({*seen.get(phase, []), *listening(*processes)})
+    seen[phase] = sorted({*seen.get(phase, []), *find_addresses(*processes)})
 
 class Spy(lumen.Callback):
     def setup(self, trainer, task, stage): look(f"setup of {stage}")
@@ -68,7 +68,7 @@ PHASES = {"start", "setup of fit", "training", "validation", "checkpoint", "tear
 TWO = {"devices": 2}
 
 
-def look(settings, *words, environments=({},)):
+def observe_ranks(settings, *words, environments=({},)):
     """Run the script, once for each environment, in parallel; return the observations of each rank."""
     Path("train.py").write_text(SCRIPT)
     command = [sys.executable, "train.py", json.dumps(settings), *words]
@@ -85,7 +85,7 @@ def check(ranks, world, phases=PHASES):
     assert [each["world"] for each in ranks] == [world] * world
     for rank in ranks:
         assert phases <= rank["seen"].keys()
-        assert {phase: found for phase, seen in rank["seen"].items() if (found := open_to_others(seen))} == {}
+        assert {phase: found for phase, seen in rank["seen"].items() if (found := filter_reachable(seen))} == {}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def check(ranks, world, phases=PHASES):
     ids=["ddp", "fsdp", "restart", "one-device", "own-group"],
 )
 def test_launched_run_listens_on_loopback_alone(settings, words):
-    ranks = look(settings, *words)
+    ranks = observe_ranks(settings, *words)
     check(ranks, settings.get("devices", 1), PHASES | {*words} - {"restart"})
     if len(ranks) > 1:  # The launcher holds the store, each rank the listeners of gloo.
         assert all(each["seen"]["training"] for each in ranks)
@@ -122,7 +122,7 @@ def test_ranks_of_one_host_listen_on_loopback(by):
             "MASTER_ADDR": socket.gethostname(),
         }  # fmt: skip
         environments = [{**alike, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    ranks = look({}, environments=environments)
+    ranks = observe_ranks({}, environments=environments)
     check(ranks, 2)
     assert len(ranks[0]["seen"]["training"]) == 1
 
@@ -130,12 +130,13 @@ def test_ranks_of_one_host_listen_on_loopback(by):
 VERIFIED = """
 import json, os
 from tests.helpers.verified_tasks import Clean, Data
-from tests.helpers.sockets import listening
+from tests.helpers.sockets import find_addresses
 
 class Task(Clean):
     def on_train_batch_end(self, *_):
         with open(f"seen-{os.getpid()}.json", "w") as file:
-            json.dump([self.trainer.world_size, sorted(listening(os.getpid())), os.environ["GLOO_SOCKET_IFNAME"]], file)
+            found = sorted(find_addresses(os.getpid()))
+            json.dump([self.trainer.world_size, found, os.environ["GLOO_SOCKET_IFNAME"]], file)
 """
 
 
@@ -148,11 +149,11 @@ def test_variants_of_verify_listen_on_loopback_alone():
     assert max(world for world, *_ in seen) > 1, done.stdout + done.stderr
     assert all(addresses for world, addresses, _ in seen if world > 1)
     assert {name for *_, name in seen} == {"lo"}
-    assert {each for _, addresses, _ in seen for each in open_to_others(addresses)} == set()
+    assert {each for _, addresses, _ in seen for each in filter_reachable(addresses)} == set()
 
 
 def test_one_process_listens_on_loopback_alone():
-    check(look({"strategy": "fsdp"}), 1)
+    check(observe_ranks({"strategy": "fsdp"}), 1)
 
 
 def test_listeners_of_all_addresses_are_found():
@@ -161,5 +162,5 @@ def test_listeners_of_all_addresses_are_found():
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         process.stdout.readline()
-        assert open_to_others(listening(process.pid)) == {"0.0.0.0"}
+        assert filter_reachable(find_addresses(process.pid)) == {"0.0.0.0"}
         process.communicate("\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.helpers.progress_bar import without_escapes
+from tests.helpers.progress_bar import strip_escapes
 from tests.helpers.terminal import HIDE, SHOW
 
 
@@ -49,7 +49,7 @@ def test_terminal_cursor_is_restored_and_piped_output_kept(tmp_path: Path) -> No
     """)
     assert code == 1
     assert out == "a result\n"
-    assert "step 0/30 · epoch 0 ━" in without_escapes(screen)
+    assert "step 0/30 · epoch 0 ━" in strip_escapes(screen)
     assert screen.count(HIDE) == 1
     assert "RuntimeError: a mistake of the user" in screen.rpartition(SHOW)[2]
 
@@ -69,7 +69,7 @@ def test_failing_callback_teardown_still_restores_the_cursor(tmp_path: Path) -> 
     assert screen.rfind(SHOW) > screen.rfind(HIDE) >= 0
 
 
-def screen_of(written: str) -> list[str]:
+def render_screen(written: str) -> list[str]:
     """Return the lines that a terminal shows after this text."""
     lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|[^\x1b]", written):
@@ -99,7 +99,7 @@ def test_terminal_keeps_start_validations_and_end(tmp_path: Path) -> None:
         run.fit(t.Task(pause_s=0.01), t.loader(5), val_dataloaders=t.loader(2))
     """)
     assert code == 0, screen
-    shown = [line.replace(f"{tmp_path}/", "") for line in screen_of(screen)]
+    shown = [line.replace(f"{tmp_path}/", "") for line in render_screen(screen)]
     assert [re.sub(r", \d+ threads?", "", line) for line in shown[:2]] == [
         "the run is in run",
         "CPU · fp32 · global batch 4 · seed 1",
@@ -144,10 +144,10 @@ def debug_in_a_terminal(
     try:
         while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 65536)):
             written += part.decode()
-            if commands and without_escapes(written).endswith("(Pdb) "):
+            if commands and strip_escapes(written).endswith("(Pdb) "):
                 if select.select([ours], [], [], thinks_s)[0]:  # text is written over the prompt
                     continue
-                shown.append(screen_of(written))
+                shown.append(render_screen(written))
                 os.write(ours, (commands.pop(0) + "\n").encode())
     except OSError:  # Linux: the other end is closed
         pass
@@ -177,11 +177,11 @@ def test_debugger_gets_terminal_without_the_bar(tmp_path: Path) -> None:
         assert not any("━" in line or line.startswith("step ") for line in screen)
     assert [line for line in shown[1] if line.isdigit()] == ["42"]
     assert shown[3][-2] == "5"
-    end = screen_of(written)
+    end = render_screen(written)
     assert sum(line.startswith("step 12/12") for line in end) == 1
     assert "as it was: pdb TextIOWrapper" in end
     assert written.rfind(SHOW) > written.rfind(HIDE)
-    assert "step 5/12" in without_escapes(written)  # the bar was back between the two
+    assert "step 5/12" in strip_escapes(written)  # the bar was back between the two
 
 
 DEBUGGED = """
@@ -216,7 +216,7 @@ def test_debugger_pause_writes_nothing_and_ends_no_run(tmp_path: Path, ranks: in
     assert said == ([] if ranks == 1 else [f"warning: rank 0 is in a debugger: {others}"]), first
     assert second[-2:] == ["42", "(Pdb)"]
     assert second[: len(first) - 1] == first[:-1]
-    assert sum(line.startswith("step 4/4") and "took" in line for line in screen_of(written)) == 1
+    assert sum(line.startswith("step 4/4") and "took" in line for line in render_screen(written)) == 1
     if ranks == 2:
         (log,) = (tmp_path / "runs" / "line" / "logs").glob("*-rank1.log")
         assert (

@@ -12,9 +12,9 @@ import pytest
 
 from lumen.checkpoint import Checkpoint
 from tests.helpers import ROOT
-from tests.helpers.engine_tasks import CONFIG, check_epochs, record_of, steps_in
-from tests.helpers.jobs import free_port
-from tests.helpers.slurm import until
+from tests.helpers.engine_tasks import CONFIG, check_epochs, count_started_steps, read_record
+from tests.helpers.jobs import find_free_port
+from tests.helpers.slurm import wait_until
 
 pytest.importorskip("ray.train", reason="needs lumen[ray], 240 MB: pip install 'ray[train]'")
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(400)]
@@ -52,7 +52,7 @@ with open(os.path.join(HERE, "result.json"), "w") as file:
 """
 
 
-def environment(pause_s):
+def make_environment(pause_s):
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LUMEN_TEST_PAUSE_S": str(pause_s)}
 
 
@@ -61,46 +61,54 @@ def run(directory, command, *, kill):
     (directory / "run.yaml").write_text(CONFIG)
     with (directory / "out.txt").open("w") as out:
         driver = subprocess.Popen(
-            [sys.executable, *command], cwd=directory, env=environment(0.1 if kill else 0), stdout=out, stderr=out
+            [sys.executable, *command], cwd=directory, env=make_environment(0.1 if kill else 0), stdout=out, stderr=out
         )
     try:
         if kill:
-            until(lambda: steps_in(directory) > 20, "step 20")
+            wait_until(lambda: count_started_steps(directory) > 20, "step 20")
             workers = re.findall(r"pid=(\d+)\) world_rank=1", (directory / "out.txt").read_text())
             os.kill(int(workers[-1]), signal.SIGKILL)
         assert driver.wait(240) == 0, (directory / "out.txt").read_text()[-5000:]
     finally:
         driver.terminate()
         driver.wait(60)
-    found = record_of(directory)
+    found = read_record(directory)
     check_epochs(found)
     assert [path.name for path in (directory / "runs").iterdir()] == ["run"]
     return found
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def uninterrupted_losses(tmp_path_factory):
     """Return the losses of two processes without Ray, by the command and by a script."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "run.yaml").write_text(CONFIG)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port()), "-m", "lumen"]
-    subprocess.run([sys.executable, *command, *FIT], cwd=directory, env=environment(0), check=True)
-    return record_of(directory)
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port",
+        str(find_free_port()),
+        "-m",
+        "lumen",
+    ]
+    subprocess.run([sys.executable, *command, *FIT], cwd=directory, env=make_environment(0), check=True)
+    return read_record(directory)
 
 
-def test_submitted_ray_job_survives_killed_worker(undisturbed, tmp_path):
+def test_submitted_ray_job_survives_killed_worker(uninterrupted_losses, tmp_path):
     command = ["-m", "lumen", "submit", "--on", "ray", "--gpus-per-node", "0", "--tasks-per-node", "2", "--", *FIT]
-    assert run(tmp_path, command, kill=True) == undisturbed
+    assert run(tmp_path, command, kill=True) == uninterrupted_losses
     assert "resuming from" in (tmp_path / "runs/run/run.log").read_text()
 
 
-def test_user_ray_trainer_survives_killed_worker_and_reports(undisturbed, tmp_path):
+def test_user_ray_trainer_survives_killed_worker_and_reports(uninterrupted_losses, tmp_path):
     """The user's trainer reports metrics and checkpoints to Ray."""
     (tmp_path / "own.py").write_text(OWN)
-    assert run(tmp_path, ["own.py", str(tmp_path)], kill=True) == undisturbed
+    assert run(tmp_path, ["own.py", str(tmp_path)], kill=True) == uninterrupted_losses
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["metrics"]["epoch"], result["metrics"]["step"]) == (3, 48)
-    errors = [loss for (step, _), loss in undisturbed.items() if step >= 32]  # of the last epoch
+    errors = [loss for (step, _), loss in uninterrupted_losses.items() if step >= 32]  # of the last epoch
     assert result["metrics"]["error"] == pytest.approx(sum(errors) / len(errors), rel=1e-12)
     assert result["checkpoint"].startswith(f"{tmp_path}/ray/own/")
     assert Checkpoint.open(Path(result["checkpoint"])).info["step"] == 48

@@ -35,18 +35,18 @@ from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, ConfigError
 from tests.helpers import ROOT
-from tests.helpers.checkpoints import FILES, assert_small, small
+from tests.helpers.checkpoints import FILES, assert_small, save_small
 from tests.helpers.jobs import Nursery
-from tests.helpers.object_server import environment_of, object_server
-from tests.helpers.programs import numbers_of
+from tests.helpers.object_server import make_environment, serve_objects
+from tests.helpers.programs import run_and_read_numbers
 from tests.helpers.tasks import Regression, Saving, loader, quiet_trainer
 
 
 @pytest.fixture(scope="module")
 def server():
     """Return the environment of a process that uses the store."""
-    with object_server() as url:
-        yield environment_of(url)
+    with serve_objects() as url:
+        yield make_environment(url)
         forget_clients()
         store.cache_clear()
 
@@ -99,7 +99,7 @@ def put(path, data=b"x"):
     files.pipe_file(name, data)
 
 
-def data_of(path):
+def read_data(path):
     files, name = fsspec.core.url_to_fs(str(path))
     return files.cat_file(name)
 
@@ -110,17 +110,17 @@ def drop(path):
 
 
 def copy(path, other):
-    put(other, data_of(path))
+    put(other, read_data(path))
 
 
-def names(place):
+def list_names(place):
     return get_storage(place).list_names(place)
 
 
 # ---------------------------------------------------------------------- locations
 
 
-def files_of(checkpoint):
+def list_objects(checkpoint):
     """Return the objects of a checkpoint by name, without the suffix of their save."""
     found = get_storage(checkpoint).list_files(checkpoint)
     return {re.sub(r"-[0-9a-f]{8}\b", "", name): checkpoint / name for name in found}
@@ -165,28 +165,28 @@ def test_checkpoints_are_written_found_and_read_there(place):
     assert find_checkpoints(folder) == []
     assert open_newest_valid(folder, print) is None
     for step in (9, 10, 100, 1):
-        assert_small(small(folder / f"step-{step}", value=float(step)), value=float(step))
+        assert_small(save_small(folder / f"step-{step}", value=float(step)), value=float(step))
     assert [path.name for path in find_checkpoints(folder)] == ["step-1", "step-9", "step-10", "step-100"]
     assert open_newest_valid(folder, print).path == folder / "step-100"
-    assert sorted(files_of(folder / "step-1")) == sorted(FILES)
+    assert sorted(list_objects(folder / "step-1")) == sorted(FILES)
     remove_checkpoint(folder / "step-1")
     assert [path.name for path in find_checkpoints(folder)] == ["step-9", "step-10", "step-100"]
-    assert sorted(names(folder)) == ["step-10", "step-100", "step-9"]
+    assert sorted(list_names(folder)) == ["step-10", "step-100", "step-9"]
     assert_small(folder / "step-10", value=10.0)
 
 
 def test_a_committed_checkpoint_is_never_overwritten(place):
-    small(place / "step-1")
+    save_small(place / "step-1")
     with pytest.raises(CheckpointError, match=r"/step-1 holds a complete checkpoint, which Lumen never overwrites"):
-        small(place / "step-1", value=2.0)
+        save_small(place / "step-1", value=2.0)
     assert_small(place / "step-1")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_file_is_named_and_previous_checkpoint_used(memory, name):
-    for damage in (flip, lambda path: put(path, data_of(path)[:-1]), drop):
-        small(memory / "step-1")
-        file = files_of(small(memory / "step-2"))[name]
+    for damage in (flip, lambda path: put(path, read_data(path)[:-1]), drop):
+        save_small(memory / "step-1")
+        file = list_objects(save_small(memory / "step-2"))[name]
         damage(file)
         is_gone = name == "manifest.json" and damage is drop
         with pytest.raises(CheckpointDamaged, match="/step-2 does not exist" if is_gone else file.name):
@@ -198,7 +198,7 @@ def test_damaged_file_is_named_and_previous_checkpoint_used(memory, name):
 
 
 def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
-    path = small(place / "step-1")
+    path = save_small(place / "step-1")
 
     def fail(objects):
         raise OSError("gone")
@@ -210,19 +210,19 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
     assert path_exists(path / "state.json")
     assert find_checkpoints(place) == []
     assert open_newest_valid(place, pytest.fail) is None
-    assert_small(small(path, value=2.0), value=2.0)  # the remaining objects disturb nothing
+    assert_small(save_small(path, value=2.0), value=2.0)  # the remaining objects disturb nothing
 
 
 @pytest.mark.parametrize("how", ["removed", "being removed"])
 def test_checkpoint_removed_before_verification_restarts_the_search(place, how):
     for step in (1, 2, 3):
-        small(place / f"step-{step}", value=float(step))
-    flip(files_of(place / "step-3")["state.json"])
+        save_small(place / f"step-{step}", value=float(step))
+    flip(list_objects(place / "step-3")["state.json"])
     reports = []
 
     def report(said):
         reports.append(said)
-        small(place / "step-4", value=4.0)
+        save_small(place / "step-4", value=4.0)
         if how == "removed":
             remove_checkpoint(place / "step-2")
         else:  # the manifest is removed first
@@ -237,8 +237,8 @@ def test_checkpoint_removed_before_verification_restarts_the_search(place, how):
 
 @pytest.mark.parametrize("how", ["removed", "being removed"])
 def test_checkpoint_removed_during_verification_is_no_damage(place, how, monkeypatch):
-    small(place / "step-1")
-    last = files_of(small(place / "step-2"))["optimizer/00000-00000.safetensors"]
+    save_small(place / "step-1")
+    last = list_objects(save_small(place / "step-2"))["optimizer/00000-00000.safetensors"]
     digest = manifest.compute_sha256
 
     def removing(path, size):
@@ -256,7 +256,7 @@ def test_checkpoint_removed_during_verification_is_no_damage(place, how, monkeyp
 
 
 def test_checkpoint_removed_after_opening_raises_gone(place):
-    checkpoint = Checkpoint.open(small(place / "step-1"))
+    checkpoint = Checkpoint.open(save_small(place / "step-1"))
     remove_checkpoint(place / "step-1")
     for read in (partial(checkpoint.read_tensor, "model", "a"), partial(Checkpoint.open, checkpoint.path)):
         with pytest.raises(CheckpointGone, match=r"/step-1 does not exist, or was removed while it was read"):
@@ -264,10 +264,10 @@ def test_checkpoint_removed_after_opening_raises_gone(place):
 
 
 def test_only_leftovers_are_cleaned(place):
-    kept = [small(place / "step-1"), place / "exception-step-00000002"]
-    for path in files_of(kept[0]).values():
+    kept = [save_small(place / "step-1"), place / "exception-step-00000002"]
+    for path in list_objects(kept[0]).values():
         copy(path, kept[1] / path.relative_to(kept[0]))
-    flip(small(place / "step-4") / "manifest.json")
+    flip(save_small(place / "step-4") / "manifest.json")
     for name in (
         "step-3/model/00000-00000.safetensors",
         "step-3-validating/state.json",
@@ -280,7 +280,7 @@ def test_only_leftovers_are_cleaned(place):
     put(place / "step-100/state.json")
     clean_leftovers(place)
     of_others = ["notes.txt", "probe.tmp-0123abcd", "step-8", "step-5", "step-6"]
-    assert sorted(names(place)) == sorted(["exception-step-00000002", "step-1", "step-4", *of_others])
+    assert sorted(list_names(place)) == sorted(["exception-step-00000002", "step-1", "step-4", *of_others])
     for path in kept:
         assert_small(path)
 
@@ -297,14 +297,14 @@ def test_what_was_never_a_checkpoint_is_left_alone(place, at, name):
 
 
 def test_object_names_are_never_reused(place):
-    before = set(files_of(small(place / "step-1")).values())
+    before = set(list_objects(save_small(place / "step-1")).values())
     remove_checkpoint(place / "step-1")
-    again = set(files_of(small(place / "step-1")).values())
+    again = set(list_objects(save_small(place / "step-1")).values())
     assert before & again == {place / "step-1/manifest.json", place / "step-1/state.json"}
 
 
 def test_what_another_process_does_is_seen_at_once(bucket):
-    small(bucket / "step-1")
+    save_small(bucket / "step-1")
     assert [path.name for path in find_checkpoints(bucket)] == ["step-1"]
     other = store()
     other.copy(f"{bucket.name}/step-1", f"{bucket.name}/step-2", recursive=True)
@@ -312,7 +312,7 @@ def test_what_another_process_does_is_seen_at_once(bucket):
     assert_small(bucket / "step-2")
     other.rm(f"{bucket.name}/step-1", recursive=True)
     assert [path.name for path in find_checkpoints(bucket)] == ["step-2"]
-    assert names(bucket) == ["step-2"]
+    assert list_names(bucket) == ["step-2"]
     assert not path_exists(bucket / "step-1")
 
 
@@ -353,7 +353,7 @@ def test_a_large_object_is_read_where_one_wants(bucket):
 
 
 @pytest.fixture
-def requests(memory, monkeypatch):
+def recorded_requests(memory, monkeypatch):
     """Record how often each file in memory was requested, and by which method."""
     counted = Counter()
 
@@ -371,7 +371,7 @@ def requests(memory, monkeypatch):
     return counted
 
 
-def mixed(path):
+def save_mixed(path):
     """Write a checkpoint of one file of 10 MiB: many small tensors of several dtypes, and a few large ones."""
     tensors = {}
     for k in range(100):
@@ -383,31 +383,31 @@ def mixed(path):
     return tensors
 
 
-def test_to_read_many_tensors_takes_few_requests(memory, requests):
-    tensors = mixed(memory / "step-1")
-    requests.clear()
+def test_to_read_many_tensors_takes_few_requests(memory, recorded_requests):
+    tensors = save_mixed(memory / "step-1")
+    recorded_requests.clear()
     checkpoint = Checkpoint.open(memory / "step-1")
-    assert requests.total() < 20
-    requests.clear()
+    assert recorded_requests.total() < 20
+    recorded_requests.clear()
     assert all(torch.equal(checkpoint.read_tensor("model", name), tensor) for name, tensor in tensors.items())
     mebibytes = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
     large = sum(tensor.nbytes > 2**20 for tensor in tensors.values())
     assert large == 4
-    assert requests.total() <= mebibytes + 1 + 2 * large
-    assert {method for method, _ in requests} == {"cat_file"}
+    assert recorded_requests.total() <= mebibytes + 1 + 2 * large
+    assert {method for method, _ in recorded_requests} == {"cat_file"}
 
 
-def test_few_tensors_are_read_without_the_others(memory, requests):
-    tensors = mixed(memory / "step-1")
+def test_few_tensors_are_read_without_the_others(memory, recorded_requests):
+    tensors = save_mixed(memory / "step-1")
     checkpoint = Checkpoint.open(memory / "step-1")
-    requests.clear()
+    recorded_requests.clear()
     for name in ("3.count", "99.half"):
         assert torch.equal(checkpoint.read_tensor("model", name), tensors[name])
-    assert requests.total() == 2
+    assert recorded_requests.total() == 2
 
 
 def test_several_threads_read_one_checkpoint(place):
-    tensors = mixed(place / "step-1")
+    tensors = save_mixed(place / "step-1")
     checkpoint = Checkpoint.open(place / "step-1")
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(partial(checkpoint.read_tensor, "model"), tensors))
@@ -427,8 +427,8 @@ def test_block_of_large_tensor_is_read_exactly(memory):
 def test_object_shortened_after_opening_is_named(place, left):
     write_checkpoint(place / "step-1", {"model": {"w": torch.ones(1 << 20), "b": torch.ones(9)}}, {}, info={})
     checkpoint = Checkpoint.open(place / "step-1")
-    file = files_of(place / "step-1")["model/00000-00000.safetensors"]
-    put(file, data_of(file)[:left])
+    file = list_objects(place / "step-1")["model/00000-00000.safetensors"]
+    put(file, read_data(file)[:left])
     for name in ("w", "b"):
         with pytest.raises(CheckpointError, match=f"{file.name} (became shorter|cannot be read)"):
             checkpoint.read_tensor("model", name)
@@ -454,14 +454,14 @@ print(written - start, peak() - start)
 
 @pytest.mark.slow
 def test_a_checkpoint_is_streamed_both_ways(bucket):
-    written, both = numbers_of("-c", MEMORY, bucket)  # MiB; the tensors have 200, a part of an upload has 16
+    written, both = run_and_read_numbers("-c", MEMORY, bucket)  # MiB; the tensors have 200, a part of an upload has 16
     print(written, both)
     assert written < 100
     assert both < 100
 
 
 def test_failed_save_at_any_object_leaves_nothing(memory, monkeypatch):
-    small(memory / "step-1")
+    save_small(memory / "step-1")
     upload = ObjectStore.create
     for failing in range(1, len(FILES) + 1):
         uploads = count(1)
@@ -474,8 +474,8 @@ def test_failed_save_at_any_object_leaves_nothing(memory, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(ObjectStore, "create", create)
             with pytest.raises(CheckpointError, match=r"cannot write memory://bucket/step-2/.*: the quota is used up"):
-                small(memory / "step-2")
-        assert names(memory) == ["step-1"]
+                save_small(memory / "step-2")
+        assert list_names(memory) == ["step-1"]
         assert_small(memory / "step-1")
 
 
@@ -496,12 +496,12 @@ def save_until(place, last, environment):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     ObjectStore.create = create
-    small(place / "step-2", value=2.0)
+    save_small(place / "step-2", value=2.0)
 
 
 @pytest.mark.slow
 def test_killed_save_is_complete_or_invisible(bucket, server):
-    small(bucket / "step-1")
+    save_small(bucket / "step-1")
     for last in count(1):
         process = processes.Process(target=save_until, args=(bucket, last, server))
         process.start()
@@ -513,7 +513,7 @@ def test_killed_save_is_complete_or_invisible(bucket, server):
         for path in found:
             assert_small(path, value=float(path.name[-1]))
         clean_leftovers(bucket)
-        assert sorted(names(bucket)) == [path.name for path in found]
+        assert sorted(list_names(bucket)) == [path.name for path in found]
         if len(found) == 2:
             remove_checkpoint(bucket / "step-2")
     assert last == len(FILES) + 1
@@ -522,18 +522,18 @@ def test_killed_save_is_complete_or_invisible(bucket, server):
 # ---------------------------------------------------------------------- runs
 
 
-def saving(place, **options):
+def make_saver(place, **options):
     return lumen.ModelCheckpoint(**{"dirpath": str(place), "every_n_train_steps": 2} | options)
 
 
 def fit(tmp_path, place, steps, *, task=None, workers=0, saver=None, **options):
     task = Regression(dropout=0.2) if task is None else task
-    trainer = quiet_trainer(tmp_path, max_steps=steps, callbacks=saver or saving(place), **options)
+    trainer = quiet_trainer(tmp_path, max_steps=steps, callbacks=saver or make_saver(place), **options)
     trainer.fit(task, loader(50, 8, num_workers=workers), val_dataloaders=loader(20))
     return trainer
 
 
-def state_of(trainer):
+def read_state(trainer):
     """Return the learned state of a run, bitwise."""
     task, (optimizer,) = trainer.run.task, trainer.optimizers
     parts = [*task.state_dict().values(), *(v for s in optimizer.state_dict()["state"].values() for v in s.values())]
@@ -546,7 +546,7 @@ def state_of(trainer):
 )
 def test_run_resumes_exactly_without_its_machine(tmp_path, bucket, asynchronous, workers):
     straight = fit(tmp_path / "straight", bucket / "a", 10)
-    saver = saving(bucket / "b", asynchronous=asynchronous)
+    saver = make_saver(bucket / "b", asynchronous=asynchronous)
     fit(tmp_path, bucket / "b", 5, saver=saver, workers=workers, log_every_n_steps=1)
     assert [path.name for path in find_checkpoints(bucket / "b")] == ["step-00000004", "step-00000005"]
     assert saver.last_model_path == f"{bucket}/b/step-00000005"
@@ -555,16 +555,16 @@ def test_run_resumes_exactly_without_its_machine(tmp_path, bucket, asynchronous,
     shutil.rmtree(tmp_path / "runs")
     trainer = fit(tmp_path, bucket / "b", 10, workers=workers, resume="auto", seed=None, log_every_n_steps=1)
     assert (tmp_path / "runs/run/metrics.csv").read_text().splitlines()[1].startswith("6,")
-    assert state_of(trainer) == state_of(straight)
-    assert sorted(names(bucket / "b")) == ["step-00000008", "step-00000010"]
+    assert read_state(trainer) == read_state(straight)
+    assert sorted(list_names(bucket / "b")) == ["step-00000008", "step-00000010"]
 
 
 @pytest.mark.slow
 def test_remote_checkpoint_can_be_named_in_every_way(tmp_path, bucket):
-    saver = saving(bucket / "run/checkpoints", monitor="val_loss", every_n_epochs=1, keep_last=-1)
+    saver = make_saver(bucket / "run/checkpoints", monitor="val_loss", every_n_epochs=1, keep_last=-1)
     trained = fit(tmp_path, None, 14, saver=saver, max_epochs=2)
     (first, *_, last), wanted = find_checkpoints(bucket / "run/checkpoints"), trained.run.task.state_dict()
-    learned = state_of(trained)
+    learned = read_state(trained)
     for url in (last, bucket / "run/checkpoints", bucket / "run"):
         found = Regression.load_from_checkpoint(str(url)).state_dict()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -579,21 +579,21 @@ def test_remote_checkpoint_can_be_named_in_every_way(tmp_path, bucket):
         begun = fit(tmp_path / "begun", bucket / "begun", 1, init_from=url, **options).run.task.state_dict()
         assert all(torch.equal(begun[name], wanted[name]) for name in wanted)
     again = fit(tmp_path / "again", bucket / "again", 14, resume=str(first), seed=None)
-    assert state_of(again) == learned
+    assert read_state(again) == learned
     with pytest.raises(CheckpointError, match=r"no valid checkpoint found in s3://bucket-\d+/nothing"):
         Regression.load_from_checkpoint(f"{bucket}/nothing")
 
 
 def test_damaged_checkpoint_is_skipped_and_leftovers_cleaned(tmp_path, place, caplog):
-    wanted = state_of(fit(tmp_path / "straight", place / "straight", 8))
+    wanted = read_state(fit(tmp_path / "straight", place / "straight", 8))
     fit(tmp_path, place / "run", 6)
-    flip(files_of(place / "run/step-00000006")["model/00000-00000.safetensors"])
+    flip(list_objects(place / "run/step-00000006")["model/00000-00000.safetensors"])
     put(place / "run/step-00000008/model/00000-00000.safetensors", b"of a killed save")
     trainer = fit(tmp_path, place / "run", 8, resume="auto", seed=None, log_level="WARNING")
     assert "step-00000006 is damaged and is not used" in caplog.text
     assert "step-00000008" not in caplog.text
-    assert state_of(trainer) == wanted
-    assert sorted(names(place / "run")) == ["step-00000006", "step-00000006.damaged-1", "step-00000008"]
+    assert read_state(trainer) == wanted
+    assert sorted(list_names(place / "run")) == ["step-00000006", "step-00000006.damaged-1", "step-00000008"]
 
 
 def test_checkpoints_of_another_run_are_refused_and_kept(tmp_path, memory):
@@ -612,7 +612,7 @@ class Unwilling(Regression):
         pytest.fail("the place should have been looked at before")
 
 
-def refused(tmp_path, dirpath, error=CheckpointError):
+def catch_error(tmp_path, dirpath, error=CheckpointError):
     with pytest.raises(error) as caught:
         fit(tmp_path, dirpath, 2, task=Unwilling())
     assert not (tmp_path / "runs").exists()
@@ -620,12 +620,12 @@ def refused(tmp_path, dirpath, error=CheckpointError):
 
 
 def test_unusable_place_raises_before_the_run(tmp_path, bucket, monkeypatch):
-    assert "bucket does not exist. Create the bucket" in refused(tmp_path, "s3://no-such-bucket/run")
-    assert "unsupported URL scheme: Protocol not known: s33" in refused(tmp_path, "s33://bucket", ConfigError)
+    assert "bucket does not exist. Create the bucket" in catch_error(tmp_path, "s3://no-such-bucket/run")
+    assert "unsupported URL scheme: Protocol not known: s33" in catch_error(tmp_path, "s33://bucket", ConfigError)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
         patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-        assert "pip install 'lumen[remote]'" in refused(tmp_path, str(bucket), ConfigError)
+        assert "pip install 'lumen[remote]'" in catch_error(tmp_path, str(bucket), ConfigError)
     for name, value, message in (
         ("AWS_ACCESS_KEY_ID", None, "Unable to locate credentials.* Check the network"),
         ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "in s3://bucket-.*Could not connect.*127.0.0.1:9.* Check the"),
@@ -633,16 +633,16 @@ def test_unusable_place_raises_before_the_run(tmp_path, bucket, monkeypatch):
         forget_clients()
         with monkeypatch.context() as patch:
             patch.setenv(name, value) if value else patch.delenv(name)
-            assert re.search(message, refused(tmp_path, str(bucket)))
+            assert re.search(message, catch_error(tmp_path, str(bucket)))
     forget_clients()
 
 
 def test_place_of_exception_checkpoint_is_checked_too(tmp_path, bucket):
-    callbacks = [lumen.OnExceptionCheckpoint("s3://no-such-bucket/run"), saving(bucket)]
+    callbacks = [lumen.OnExceptionCheckpoint("s3://no-such-bucket/run"), make_saver(bucket)]
     with pytest.raises(CheckpointError, match="bucket does not exist"):
         fit(tmp_path, None, 2, task=Unwilling(), saver=callbacks)
     assert not (tmp_path / "runs").exists()
-    assert names(bucket) == []
+    assert list_names(bucket) == []
 
 
 @pytest.mark.parametrize(
@@ -671,7 +671,11 @@ def test_exception_and_user_checkpoints_are_saved_remotely(tmp_path, memory):
         def validation_step(self, batch):
             raise KeyError("mine")
 
-    callbacks = [Saving(1, f"{memory}/mine/x"), saving(memory / "run"), lumen.OnExceptionCheckpoint(f"{memory}/failed")]
+    callbacks = [
+        Saving(1, f"{memory}/mine/x"),
+        make_saver(memory / "run"),
+        lumen.OnExceptionCheckpoint(f"{memory}/failed"),
+    ]
     with pytest.raises(KeyError, match="mine"):
         fit(tmp_path, None, 9, task=Failing(), saver=callbacks, val_check_interval=3, num_sanity_val_steps=0)
     assert Checkpoint.open(memory / "mine/x").info["step"] == 1
@@ -690,7 +694,7 @@ class Removing(lumen.Callback):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "later"])
 def test_removed_bucket_ends_run_with_one_error(tmp_path, bucket, asynchronous):
-    callbacks = [Removing(), saving(bucket, asynchronous=asynchronous)]
+    callbacks = [Removing(), make_saver(bucket, asynchronous=asynchronous)]
     with pytest.raises(CheckpointError, match=r"cannot write s3://bucket-\d+/step-00000004.*bucket does not exist"):
         fit(tmp_path, bucket, 20, saver=callbacks)
     assert not store().exists(bucket.name)
@@ -715,22 +719,22 @@ fit(Path(sys.argv[1]), as_path_or_url(sys.argv[2]), 8)
 
 @pytest.mark.slow
 def test_run_killed_during_upload_resumes_from_previous_checkpoint(tmp_path, bucket):
-    wanted = state_of(fit(tmp_path / "straight", bucket / "straight", 8))
+    wanted = read_state(fit(tmp_path / "straight", bucket / "straight", 8))
     place = bucket / "run"
     with subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path, str(place)], stdout=-1, text=True) as process:
         assert process.stdout.readline() == "uploading\n"
         process.kill()
-    assert sorted(names(place)) == ["step-00000002", "step-00000004"]
+    assert sorted(list_names(place)) == ["step-00000002", "step-00000004"]
     assert [path.name for path in find_checkpoints(place)] == ["step-00000002"]
     seen = []
 
     class Looking(lumen.Callback):
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
-            seen.append(sorted(names(place)))
+            seen.append(sorted(list_names(place)))
 
-    trainer = fit(tmp_path, place, 8, saver=[saving(place), Looking()], resume="auto", seed=None)
+    trainer = fit(tmp_path, place, 8, saver=[make_saver(place), Looking()], resume="auto", seed=None)
     assert seen[0] == ["step-00000002"]
-    assert state_of(trainer) == wanted
+    assert read_state(trainer) == wanted
 
 
 @pytest.mark.slow
@@ -747,7 +751,7 @@ def test_a_kill_before_pruning_leaves_nothing_there(tmp_path, bucket):
             assert (end.code == 0) == (strike is None), end.output
         (path,) = find_checkpoints(bucket / name)
         assert get_storage(bucket).list_names(bucket / name) == [path.name]
-        return json.loads((tmp_path / name / "end.json").read_text()), sorted(files_of(path))
+        return json.loads((tmp_path / name / "end.json").read_text()), sorted(list_objects(path))
 
     assert ended("struck", "validation", "pruning", None, "on_fit_end") == ended("whole")
     nursery.close()
@@ -759,9 +763,9 @@ def on_ranks(tmp_path, place, server, strategy, asynchronous):
         for name, value in server.items():
             patch.setenv(name, value)
         make = {"ddp": lambda: "ddp", "fsdp": lambda: lumen.FSDP(wrap="Linear")}[strategy]
-        straight = state_of(fit(tmp_path / "straight", place / "straight", 6, strategy=make()))
-        fit(tmp_path, place / "run", 4, strategy=make(), saver=saving(place / "run", asynchronous=asynchronous))
-        went_on = state_of(fit(tmp_path, place / "run", 6, strategy=make(), resume="auto", seed=None))
+        straight = read_state(fit(tmp_path / "straight", place / "straight", 6, strategy=make()))
+        fit(tmp_path, place / "run", 4, strategy=make(), saver=make_saver(place / "run", asynchronous=asynchronous))
+        went_on = read_state(fit(tmp_path, place / "run", 6, strategy=make(), resume="auto", seed=None))
     forget_clients()
     assert went_on == straight
     return went_on
@@ -773,7 +777,7 @@ def test_every_rank_writes_its_share_there(group, tmp_path, bucket, server, stra
     first, second = group(2).run(on_ranks, tmp_path, bucket, server, strategy, asynchronous)
     assert first == second
     assert [path.name for path in find_checkpoints(bucket / "run")] == ["step-00000004", "step-00000006"]
-    written = {name for name in files_of(bucket / "run/step-00000006") if name.startswith("model/")}
+    written = {name for name in list_objects(bucket / "run/step-00000006") if name.startswith("model/")}
     assert written == {"model/00000-00000.safetensors", "model/00001-00000.safetensors"}
     alone = fit(tmp_path / "alone", bucket / "alone", 6, resume=f"{bucket}/run/step-00000006", seed=None)
     assert alone.global_step == 6
@@ -786,7 +790,7 @@ def failing_on_one(tmp_path, place, server):
         if os.environ["RANK"] == "1":
             patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         forget_clients()
-        message = refused(tmp_path, place)
+        message = catch_error(tmp_path, place)
     forget_clients()
     return message
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers.report import recorded
+from tests.helpers.report import write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="not proven here: it needs Chromium")
@@ -52,14 +52,14 @@ def opened(chromium, report, tmp_path):
     assert wrong == []
 
 
-def curves(steps=400, **others):
+def make_curves(steps=400, **others):
     """Write metrics with a decay, and a peak at step 200."""
     rows = [f"{step},{step // 100},{2.0 / step if step != 200 else 9.0},{0.5 if step % 100 == 0 else ''}"
             for step in range(1, steps + 1)]  # fmt: skip
     return {"metrics_csv": "\n".join(["step,epoch,loss,val_loss", *rows, ""]), **others}
 
 
-def until(page, holds):
+def wait_until(page, holds):
     """Wait until a condition holds; the page's policy forbids evaluated code, which playwright's waits use too."""
     for _ in range(1000):
         if page.evaluate(holds):
@@ -68,12 +68,12 @@ def until(page, holds):
     pytest.fail(f"never true: {holds}")
 
 
-def whole(page):
+def read_full_range(page):
     """Return the range of all steps, which the page shows first."""
     return page.evaluate(f"[{MODEL}('steps').start, {MODEL}('steps').end]")
 
 
-def place(page, part):
+def get_point(page, part):
     """Return a point in the first chart, at a fraction of its width."""
     box = page.locator(f"{LOSS} > div > *").first.bounding_box()
     return box["x"] + 50 + part * (box["width"] - 80), box["y"] + box["height"] / 2
@@ -81,10 +81,10 @@ def place(page, part):
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (768, "dark"), (1600, "light")])
 def test_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, scheme):
-    page = opened(recorded(tmp_path / "a", **curves()), recorded(tmp_path / "b"), color_scheme=scheme)
+    page = opened(write_run(tmp_path / "a", **make_curves()), write_run(tmp_path / "b"), color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})
-    until(page, f"document.documentElement.scrollWidth <= {width}")
-    until(page, f'document.querySelector("{LOSS} > div > *").clientWidth <= {width}')
+    wait_until(page, f"document.documentElement.scrollWidth <= {width}")
+    wait_until(page, f'document.querySelector("{LOSS} > div > *").clientWidth <= {width}')
     background, text = page.evaluate(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
     )
@@ -100,45 +100,47 @@ def test_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, schem
 def test_cursor_shows_values_of_all_charts(opened, tmp_path):
     """The test moves the cursor by mouse and by keyboard."""
     page = opened(
-        recorded(tmp_path / "a", **curves(system_csv="step,speed\n" + "".join(f"{s},{s}\n" for s in range(1, 401))))
+        write_run(
+            tmp_path / "a", **make_curves(system_csv="step,speed\n" + "".join(f"{s},{s}\n" for s in range(1, 401)))
+        )
     )
     output, speed = page.locator(f"{LOSS} output").first, page.locator("figure[data-chart='s0'] output")
     assert (output.text_content(), speed.text_content()) == ("0.005", "400")
     page.locator(LOSS).scroll_into_view_if_needed()
-    page.mouse.move(*place(page, 0.5))
-    until(page, "document.getElementById('position').textContent.startsWith('step ')")
+    page.mouse.move(*get_point(page, 0.5))
+    wait_until(page, "document.getElementById('position').textContent.startsWith('step ')")
     step = int(page.locator("#position").text_content().removeprefix("step "))
     assert 150 < step < 250
     page.keyboard.press("Tab")
     page.locator(LOSS).focus()
     page.keyboard.press("Escape")
-    until(page, "document.getElementById('position').textContent === ''")
+    wait_until(page, "document.getElementById('position').textContent === ''")
     assert output.text_content() == "0.005"
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
-    until(page, "document.getElementById('position').textContent === 'step 399'")
+    wait_until(page, "document.getElementById('position').textContent === 'step 399'")
     assert output.text_content() == f"{2.0 / 399:.5g}"
 
 
 def test_dragging_zooms_all_charts_and_button_resets(opened, tmp_path):
-    page = opened(recorded(tmp_path / "a", **curves()))
-    all_steps = whole(page)
+    page = opened(write_run(tmp_path / "a", **make_curves()))
+    all_steps = read_full_range(page)
     page.locator(LOSS).scroll_into_view_if_needed()
-    page.mouse.move(*place(page, 0.2))
+    page.mouse.move(*get_point(page, 0.2))
     page.mouse.down()
-    page.mouse.move(*place(page, 0.4), steps=4)
+    page.mouse.move(*get_point(page, 0.4), steps=4)
     page.mouse.up()
-    until(page, "!document.getElementById('reset').disabled")
-    begin, end = whole(page)
+    wait_until(page, "!document.getElementById('reset').disabled")
+    begin, end = read_full_range(page)
     assert all_steps[0] < begin < end < 200 < all_steps[1]
-    until(page, f"{MODEL}('chart-m0').y_range.end < 1")  # the peak is not visible
+    wait_until(page, f"{MODEL}('chart-m0').y_range.end < 1")  # the peak is not visible
     page.locator("#reset").click()
-    assert whole(page) == all_steps
-    until(page, f"{MODEL}('chart-m0').y_range.end > 9")
+    assert read_full_range(page) == all_steps
+    wait_until(page, f"{MODEL}('chart-m0').y_range.end > 9")
 
 
 def test_smoothing_draws_a_mean_and_can_be_removed(opened, tmp_path):
-    page = opened(recorded(tmp_path / "a", **curves()))
+    page = opened(write_run(tmp_path / "a", **make_curves()))
     smooth = f"[...{MODEL}('smooth-m0-0-0').data_source.data.y]"
     assert page.evaluate(smooth) == []
     for value, count in ((60, 400), (0, 0)):
@@ -150,7 +152,7 @@ def test_smoothing_draws_a_mean_and_can_be_removed(opened, tmp_path):
             assert max(values[100:]) < 1
     flat = [1.0] * 400
     page = opened(
-        recorded(tmp_path / "flat", metrics_csv="step,loss\n" + "".join(f"{s},{v}\n" for s, v in enumerate(flat)))
+        write_run(tmp_path / "flat", metrics_csv="step,loss\n" + "".join(f"{s},{v}\n" for s, v in enumerate(flat)))
     )
     page.locator("#smoothing").fill("80")
     assert page.evaluate(smooth) == pytest.approx(flat)
@@ -158,7 +160,7 @@ def test_smoothing_draws_a_mean_and_can_be_removed(opened, tmp_path):
 
 def test_axes_turn_logarithmic_where_values_are_positive(opened, tmp_path):
     rows = "step,loss,offset\n1,0.001,-1\n10,1,-2\n100,10,-3\n"
-    page = opened(recorded(tmp_path / "a", metrics_csv=rows, system_csv=None))
+    page = opened(write_run(tmp_path / "a", metrics_csv=rows, system_csv=None))
     page.evaluate(LOG.format("log-y"))
     page.evaluate(LOG.format("log-x"))
     assert page.evaluate(f"{MODEL}('chart-m0').y_scale.type") == "LogScale"
@@ -172,7 +174,7 @@ def test_axes_turn_logarithmic_where_values_are_positive(opened, tmp_path):
 
 
 def test_runs_and_marks_are_hidden_and_shown(opened, tmp_path):
-    page = opened(recorded(tmp_path / "a", **curves()), recorded(tmp_path / "b"))
+    page = opened(write_run(tmp_path / "a", **make_curves()), write_run(tmp_path / "b"))
 
     def visible(name):
         return page.evaluate(f"{MODEL}('chart-m0').renderers.find(each => each.name === '{name}').visible")
@@ -192,7 +194,7 @@ def test_hostile_text_is_shown_and_not_executed(opened, tmp_path):
     attack = "</script><script>window.pwned=1</script><img src=x onerror=window.pwned=1><svg onload=window.pwned=1>"
     rows = f'step,"{attack}"\n1,0.5\n2,0.25\n'
     page = opened(
-        recorded(tmp_path / "a", metrics_csv=rows, run_log=f"INFO {attack}\n", config_yaml=f"'{attack}': 1\n")
+        write_run(tmp_path / "a", metrics_csv=rows, run_log=f"INFO {attack}\n", config_yaml=f"'{attack}': 1\n")
     )
     assert page.evaluate("window.pwned") is None
     assert page.locator("h3").first.text_content() == attack
@@ -207,7 +209,7 @@ def test_hostile_text_is_shown_and_not_executed(opened, tmp_path):
 
 
 def test_a_report_without_javascript_has_its_values(chromium, report, tmp_path):
-    report(recorded(tmp_path / "a"))
+    report(write_run(tmp_path / "a"))
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(f"file://{tmp_path}/written/report.html")
@@ -217,7 +219,7 @@ def test_a_report_without_javascript_has_its_values(chromium, report, tmp_path):
 
 
 def test_it_prints(opened, tmp_path):
-    page = opened(recorded(tmp_path / "a", **curves()), color_scheme="dark")
+    page = opened(write_run(tmp_path / "a", **make_curves()), color_scheme="dark")
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not page.locator("#controls").is_visible()

@@ -63,7 +63,7 @@ def run(*words):
     return job.returncode, job.stdout + job.stderr
 
 
-def undisturbed(devices):
+def train_uninterrupted(devices):
     assert run("job.py", "fine", str(devices), "0")[0] == 0
     rows = Path("runs/run/metrics.csv").read_bytes()
     Path("runs").rename("undisturbed")
@@ -73,7 +73,7 @@ def undisturbed(devices):
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
 def test_killed_ranks_are_restarted_with_exact_losses():
-    expected = undisturbed(2)
+    expected = train_uninterrupted(2)
     code, output = run("job.py", "killed", "2", "2")
     assert code == 0, output
     said = [("1", "2", "0", "2", "1"), ("2", "2", "1", "6", "0")]
@@ -135,7 +135,7 @@ def test_torchrun_restart_count_overrides_max_restarts():
 @pytest.mark.torture
 @pytest.mark.time_limit(3600)
 def test_killed_ranks_are_restarted_reliably():
-    expected = undisturbed(2)
+    expected = train_uninterrupted(2)
     for _ in range(20):
         code, output = run("job.py", "killed", "2", "2")
         assert code == 0, output

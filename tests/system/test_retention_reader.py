@@ -48,7 +48,7 @@ def train(folder, asynchronous):
 
 
 @contextmanager
-def running(folder, asynchronous=False):
+def start_run(folder, asynchronous=False):
     """Start a run in a separate process; yield the folder of its checkpoints."""
     code = f"from tests.system.test_retention_reader import *\ntrain(Path({str(folder)!r}), {asynchronous})"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
@@ -68,14 +68,14 @@ def wait_until(condition):
         time.sleep(0.002)
 
 
-def found_in(checkpoints):
+def list_checkpoints(checkpoints):
     """Return the checkpoints, oldest first; all of them may be gone at the next look."""
     while not (found := find_checkpoints(checkpoints)):
         pass
     return found
 
 
-def read(path, after_opening):
+def read_checkpoint(path, after_opening):
     """Read a checkpoint completely; return the error if there is one."""
     try:
         checkpoint = Checkpoint.open(path)
@@ -91,15 +91,15 @@ def read(path, after_opening):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_checkpoint_removed_while_reading_is_complete_or_named(tmp_path, asynchronous):
-    with running(tmp_path, asynchronous) as checkpoints:
-        wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
+    with start_run(tmp_path, asynchronous) as checkpoints:
+        wait_until(lambda: read_checkpoint(list_checkpoints(checkpoints)[-1], lambda path: None) is None)
         for which, after_opening in ((-1, wait_until_removed), (0, lambda path: None)):  # while open; at any place
             errors = []
             deadline_s = time.monotonic() + 60
             while len(errors) < 3:
                 assert time.monotonic() < deadline_s
-                path = found_in(checkpoints)[which]
-                if error := read(path, after_opening):
+                path = list_checkpoints(checkpoints)[which]
+                if error := read_checkpoint(path, after_opening):
                     assert str(path) in str(error)
                     assert "was removed while it was read" in str(error)
                     assert not path.exists()
@@ -120,8 +120,8 @@ def test_newest_checkpoint_of_running_run_is_found(tmp_path, monkeypatch):
         wait_until_removed(path.parent)
         return digest(path, size)
 
-    with running(tmp_path) as checkpoints:
-        wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
+    with start_run(tmp_path) as checkpoints:
+        wait_until(lambda: read_checkpoint(list_checkpoints(checkpoints)[-1], lambda path: None) is None)
         for _ in range(3):
             monkeypatch.setattr(manifest, "compute_sha256", waiting)
             assert open_newest_valid(checkpoints, pytest.fail).path > max(looked_at)
@@ -132,11 +132,11 @@ def test_export_from_running_run_is_complete_or_absent(tmp_path, monkeypatch, ca
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
     output, codes = Path("x.safetensors"), []
-    with running(tmp_path) as checkpoints:
+    with start_run(tmp_path) as checkpoints:
         deadline_s = time.monotonic() + 60
         while codes.count(0) < 2 or codes.count(1) < 2:
             assert time.monotonic() < deadline_s
-            path = found_in(checkpoints)[0]
+            path = list_checkpoints(checkpoints)[0]
             codes.append(main(["export", str(path), "--output", str(output)]))
             said = capsys.readouterr().err
             if codes[-1] == 0:

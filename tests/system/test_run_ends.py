@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.jobs import Nursery
-from tests.helpers.run_ends import names
+from tests.helpers.run_ends import list_checkpoints
 from tests.promises.lives import final_state
 
 MODULE = "tests.helpers.ending_run"
@@ -61,7 +61,7 @@ def test_closed_terminal_or_pipe_does_not_end_run(tmp_path, display):
     assert process.returncode == 0
     said = (tmp_path / "runs/run/run.log").read_text()
     assert "finished: max_epochs=4 reached at step 28, epoch 4" in said
-    assert names(tmp_path)[-1] == "step-00000028"
+    assert list_checkpoints(tmp_path)[-1] == "step-00000028"
 
 
 # ---------------------------------------------------------------------- kills
@@ -74,7 +74,7 @@ def nursery():
     nursery.close()
 
 
-def live(start, directory, **options):
+def run_attempt(start, directory, **options):
     """Run once, until it ends or kills itself. Return its end, or None, and the contents of its checkpoints."""
     directory.mkdir(exist_ok=True)
     code, _, output = start(directory, MODULE, options).wait()
@@ -86,12 +86,12 @@ def live(start, directory, **options):
 
 def check_lives(start, folder, *histories, **options):
     """Compare runs that are killed by their history and started twice more with an uninterrupted run."""
-    whole = live(start, folder / "whole", **options)
+    whole = run_attempt(start, folder / "whole", **options)
     for history in histories:
         for strike in history:
-            assert live(start, folder / "struck", strike=strike, **options) is None, strike
+            assert run_attempt(start, folder / "struck", strike=strike, **options) is None, strike
         for _ in range(2):
-            assert live(start, folder / "struck", **options) == whole
+            assert run_attempt(start, folder / "struck", **options) == whole
         shutil.rmtree(folder / "struck")
 
 
@@ -138,6 +138,6 @@ def test_sigquit_ends_at_once_and_saves_nothing(tmp_path):
         ).returncode  # fmt: skip
 
     assert run() == -signal.SIGQUIT
-    assert names(tmp_path) == ["step-00000002"]
+    assert list_checkpoints(tmp_path) == ["step-00000002"]
     assert run() == 0
-    assert names(tmp_path)[-1] == "step-00000005"
+    assert list_checkpoints(tmp_path)[-1] == "step-00000005"

@@ -64,7 +64,7 @@ def hold(connection, root, name, reuse, act=lambda run: None):
     connection.recv()
 
 
-def look(connection, path):
+def read_holder(connection, path):
     connection.send(RunDirectory.read_live_holder(path))
 
 
@@ -119,7 +119,7 @@ def test_the_same_process_cannot_hold_a_directory_twice(tmp_path):
             with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on"):
                 RunDirectory.claim(root, "gpt", reuse=True)
             assert RunDirectory.read_live_holder(root / "gpt")["pid"] == os.getpid()
-        with Job(look, run.path) as job:  # refused claims and reads did not release the lock
+        with Job(read_holder, run.path) as job:  # refused claims and reads did not release the lock
             assert job.hear()["pid"] == os.getpid()
     run.release()
     assert RunDirectory.read_live_holder(run.path) is None

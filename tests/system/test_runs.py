@@ -15,7 +15,7 @@ import pytest
 from lumen.checkpoint.format.folder import find_checkpoints
 from lumen.trainer.run_directory import RunDirectory
 from tests.helpers import ROOT, runs
-from tests.helpers.checkpoints import small, tamper
+from tests.helpers.checkpoints import save_small, tamper_with_manifest
 from tests.helpers.runs import ENDINGS, fit, flip
 
 CONFIG = runs.CONFIG
@@ -26,7 +26,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 LUMEN = [sys.executable, "-m", "lumen"]
 
 
-def test_status_comes_from_lock_and_last_log_line(listed):
+def test_status_comes_from_lock_and_last_log_line(list_runs):
     def start():
         return subprocess.Popen(
             [*LUMEN, "fit", "--config=line.yaml", "--trainer.max_epochs=10000000"],
@@ -42,7 +42,7 @@ def test_status_comes_from_lock_and_last_log_line(listed):
     second = start()
     wait_for("line-2")
     try:
-        both = listed()
+        both = list_runs()
         assert {name: run["status"] for name, run in both.items()} == {"line": "running", "line-2": "running"}
         assert (both["line"]["pid"], both["line-2"]["pid"]) == (first.pid, second.pid)
         assert both["line"]["host"] == os.uname().nodename
@@ -51,25 +51,25 @@ def test_status_comes_from_lock_and_last_log_line(listed):
         first.send_signal(signal.SIGTERM)
         second.kill()
         assert (first.wait(), second.wait()) == (143, -9)
-    ended = listed()
+    ended = list_runs()
     assert {name: run["status"] for name, run in ended.items()} == {"line": "stopped", "line-2": "failed"}
     assert ended["line"]["pid"] is None
     Path("runs/line-2/run.log").unlink()
-    assert listed()["line-2"]["status"] == "unknown"
+    assert list_runs()["line-2"]["status"] == "unknown"
 
 
-def test_killed_runs_are_failed_at_every_log_level(listed):
+def test_killed_runs_are_failed_at_every_log_level(list_runs):
     Path("endings.py").write_text(ENDINGS)
     with pytest.raises(KeyError):
         fit("--model=tests.helpers.cli_tasks.Broken", "--trainer.name=killed")
     words = ["fit", "--config=line.yaml", "--model=endings.Killed", "--trainer.log_level=CRITICAL"]
     ended = subprocess.run([*LUMEN, *words, "--trainer.name=killed", "--trainer.resume=auto"], env=ENVIRONMENT)
     assert ended.returncode == -9
-    run = listed()["killed"]
+    run = list_runs()["killed"]
     assert (run["status"], run["error"]) == ("failed", None)  # the attempt before is no longer reported
 
 
-def test_failed_run_logs_traceback_and_list_shows_error(shown, capsys):
+def test_failed_run_logs_traceback_and_list_shows_error(show_runs, capsys):
     with pytest.raises(KeyError, match="nothing"):
         fit("--model=tests.helpers.cli_tasks.Broken", "--trainer.log_level=ERROR")
     assert "Traceback" not in capsys.readouterr().err  # the program that gets the error shows it
@@ -79,33 +79,33 @@ def test_failed_run_logs_traceback_and_list_shows_error(shown, capsys):
     assert f'File "{ROOT / "tests/helpers/cli_tasks.py"}", line ' in log
     assert '    return {}["nothing"]\n' in log
     assert log.endswith("KeyError: 'nothing'\nThis was in step 1 (epoch 0, batch_idx 0).\n")
-    assert shown().splitlines()[-1].split(maxsplit=7)[1:] == ["failed", *"-----", "KeyError: 'nothing' (step 0)"]
-    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal(80))
+    assert show_runs().splitlines()[-1].split(maxsplit=7)[1:] == ["failed", *"-----", "KeyError: 'nothing' (step 0)"]
+    text = re.sub(r"\x1b\[[0-9;]*m", "", show_in_terminal(80))
     assert "runs/line  failed" in text
     assert "  KeyError: 'nothing' (step 0)" in text
 
 
-def newer(name):
+def write_newer(name):
     return any(path.name > name for path in find_checkpoints(Path("runs/line/checkpoints")))
 
 
-def test_resuming_changes_the_status(listed):
+def test_resuming_changes_the_status(list_runs):
     fit("--trainer.max_epochs=1")
-    assert listed()["line"]["status"] == "finished"
+    assert list_runs()["line"]["status"] == "finished"
     words = [*LUMEN, "fit", "--config=line.yaml", "--trainer.max_epochs=10000000", "--trainer.resume=auto"]
     with subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL) as process:
         try:
-            while not newer("step-00000009"):
+            while not write_newer("step-00000009"):
                 time.sleep(0.02)
-            assert listed()["line"]["status"] == "running"
+            assert list_runs()["line"]["status"] == "running"
         finally:
             process.kill()
-    assert listed()["line"]["status"] == "failed"
+    assert list_runs()["line"]["status"] == "failed"
     fit("--trainer.max_steps=4", "--trainer.max_epochs=null", "--trainer.resume=auto")  # no steps to train
-    assert listed()["line"]["status"] == "finished"
+    assert list_runs()["line"]["status"] == "finished"
 
 
-def test_listing_disturbs_neither_holders_nor_claims(shown):
+def test_listing_disturbs_neither_holders_nor_claims(show_runs):
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom lumen.trainer.run_directory import RunDirectory\n"
         "for _ in range(300):\n    RunDirectory.claim(Path('runs'), 'mine', reuse=True).release()\n"
@@ -114,27 +114,29 @@ def test_listing_disturbs_neither_holders_nor_claims(shown):
     looks = 0
     with subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT) as process:
         while process.poll() is None:
-            shown()
+            show_runs()
             looks += 1
     assert process.returncode == 0
     assert looks > 20
 
 
-def test_names_and_values_of_strangers_do_no_harm(listed, shown):
-    small(Path("runs/\x1b[2J\nevil\udcff/checkpoints/step-1"))
+def test_names_and_values_of_strangers_do_no_harm(list_runs, show_runs):
+    save_small(Path("runs/\x1b[2J\nevil\udcff/checkpoints/step-1"))
     info = {"metrics": {"a\nb": 1, "c": "text", "d": [1]}, "epoch": {"$tuple": []}, "best": 3, "finished": "x"}
-    tamper(Path("runs/\x1b[2J\nevil\udcff/checkpoints/step-1"), lambda manifest: manifest.__setitem__("info", info))
-    assert "\x1b[2J" not in shown()
-    assert len(shown().splitlines()) == 2
-    (run,) = listed().values()
+    tamper_with_manifest(
+        Path("runs/\x1b[2J\nevil\udcff/checkpoints/step-1"), lambda manifest: manifest.__setitem__("info", info)
+    )
+    assert "\x1b[2J" not in show_runs()
+    assert len(show_runs().splitlines()) == 2
+    (run,) = list_runs().values()
     assert run["checkpoints"][0]["metrics"] == {"a\nb": 1}
-    assert "\x1b[2J" not in terminal(80)
+    assert "\x1b[2J" not in show_in_terminal(80)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not look")
 def test_unreadable_runs_are_named_and_others_shown(tmp_path):
     for name in ("mine", "closed", "unreadable", "locked", "blocked"):
-        small(Path(f"runs/{name}/checkpoints/step-1"))
+        save_small(Path(f"runs/{name}/checkpoints/step-1"))
     RunDirectory.claim(Path("runs"), "locked", reuse=True).release()
     manifest = "unreadable/checkpoints/step-1/manifest.json"
     for place in ("closed", manifest, "locked/.lock", "blocked/checkpoints/step-1"):
@@ -161,7 +163,7 @@ def test_unreadable_runs_are_named_and_others_shown(tmp_path):
     assert found["locked"]["status"] == "unknown"
 
 
-def terminal(columns, *words):
+def show_in_terminal(columns, *words):
     """Return the text of a terminal of given width."""
     import fcntl
     import struct
@@ -188,7 +190,7 @@ def terminal(columns, *words):
 def test_a_terminal_gets_a_table_of_its_width(columns):
     fit("--trainer.max_epochs=2")
     flip(Path("runs/line/checkpoints/step-00000006/manifest.json"))
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal(columns)).splitlines()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", show_in_terminal(columns)).splitlines()
     assert lines[0] == "runs/line  finished"
     assert lines[1].split() == ["checkpoint", "epoch", "saved", "size", "metrics"]
     assert re.match(r"★  step-00000003 +1  \d{4}-\d\d-\d\d \d\d:\d\d  [\d.]+ KB  val_loss \d\.\d{3} *$", lines[2])

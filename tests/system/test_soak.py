@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lumen.checkpoint import Checkpoint, find_checkpoints
-from tests.helpers.jobs import processes_in
+from tests.helpers.jobs import find_processes
 
 MINUTES, SEED = float(os.environ.get("LUMEN_SOAK_MINUTES", "30")), os.environ.get("LUMEN_TORTURE_SEED", "0")
 SCRIPT = """
@@ -83,12 +83,12 @@ def start(kind, steps, minutes=0.0):
         return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def held(process):
+def measure_process(process):
     """Return the current use of a process: memory in MB, threads, open files."""
     return process.memory_info().rss / 2**20, process.num_threads(), process.num_fds()
 
 
-def ranks_of(job):
+def list_ranks(job):
     """Return the training processes: children of the launcher that know their rank."""
     found = []
     for each in psutil.Process(job.pid).children():
@@ -97,7 +97,7 @@ def ranks_of(job):
     return found
 
 
-def result():
+def read_result():
     end = Checkpoint.open(find_checkpoints(Path("runs/run/checkpoints"))[-1])
     parts = [(part, name) for part in ("model", "optimizer") for name in sorted(end.list_tensor_names(part))]
     values = {each: end.read_tensor(*each).tolist() for each in parts}
@@ -105,10 +105,10 @@ def result():
     return end.info["step"], values, Path("runs/run/metrics.csv").read_bytes(), ended
 
 
-def end_of(job, limit_s):
+def get_end(job, limit_s):
     code = job.wait(limit_s)
     time.sleep(1)
-    left = {pid for pid in processes_in(".") if pid != os.getpid()}
+    left = {pid for pid in find_processes(".") if pid != os.getpid()}
     assert not left, (left, Path("output").read_text()[-3000:])
     return code
 
@@ -118,26 +118,26 @@ def end_of(job, limit_s):
 @pytest.mark.parametrize("kind", ["shuffled", "by hand"], ids=["shuffled", "by hand, average, stream"])
 def test_disturbed_soaks_grow_nothing_and_differ_nowhere(program_directory, kind):
     Path("job.py").write_text(SCRIPT)
-    grown = undisturbed(kind, 0.2 * MINUTES)
-    expected = result()
+    grown = train_uninterrupted(kind, 0.2 * MINUTES)
+    expected = read_result()
     Path("runs").rename("undisturbed")
     Path("output").unlink()
-    done = disturbed(kind, expected[0])
-    assert result() == expected
+    done = train_with_faults(kind, expected[0])
+    assert read_result() == expected
     said = ", ".join(f"{count} x {name}" for name, count in sorted(done.items()))
     print(f"\n{kind}: {expected[0]} steps in {0.2 * MINUTES:.0f} minutes")
     print(f"{grown:+.1f} MB in the last half; {said}: same bits")
 
 
-def undisturbed(kind, minutes):
+def train_uninterrupted(kind, minutes):
     """Train for some minutes, in which the processes must not grow. Return the growth in MB."""
     job, seen = start(kind, 0, minutes), {}
     while job.poll() is None:
-        for process in [psutil.Process(job.pid), *ranks_of(job)]:
+        for process in [psutil.Process(job.pid), *list_ranks(job)]:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                seen.setdefault(process.pid, []).append(held(process))
+                seen.setdefault(process.pid, []).append(measure_process(process))
         time.sleep(minutes * 60 / 200)
-    assert end_of(job, 60) == 0, Path("output").read_text()[-3000:]
+    assert get_end(job, 60) == 0, Path("output").read_text()[-3000:]
     grown = []
     for rows in seen.values():
         rows = rows[len(rows) // 3 : -3]  # without start and end
@@ -149,13 +149,13 @@ def undisturbed(kind, minutes):
     return max(grown)
 
 
-def disturbed(kind, steps):
+def train_with_faults(kind, steps):
     """Train the same steps; 40 times, kill, stop or suspend ranks. Return the faults."""
     draw, done, next_step = random.Random(SEED), Counter(), steps // 40
     job = start(kind, steps)
     while job.poll() is None:
         time.sleep(draw.uniform(0.1, 2))
-        ranks = ranks_of(job)
+        ranks = list_ranks(job)
         if newest_step() < next_step or not ranks:
             continue
         next_step = newest_step() + steps // 40
@@ -164,7 +164,7 @@ def disturbed(kind, steps):
         with suppress(psutil.NoSuchProcess):
             if how == "SIGTERM":
                 job.send_signal(signal.SIGTERM)
-                assert end_of(job, 120) in (0, 143), Path("output").read_text()[-3000:]
+                assert get_end(job, 120) in (0, 143), Path("output").read_text()[-3000:]
                 job = start(kind, steps)
             elif how == "SIGSTOP for 3 s":
                 rank.suspend()
@@ -173,7 +173,7 @@ def disturbed(kind, steps):
             else:
                 draw.choice([rank] if how.endswith("rank") else rank.children() or [rank]).kill()
             done[how] += 1
-    assert end_of(job, 60) == 0, Path("output").read_text()[-3000:]
+    assert get_end(job, 60) == 0, Path("output").read_text()[-3000:]
     restarts = len(re.findall(r"restart \d+ of", Path("output").read_text()))
     assert restarts >= done["kill -9 of a rank"] // 2  # a finished run is not started again
     return done

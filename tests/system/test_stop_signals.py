@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lumen.checkpoint import Checkpoint, find_checkpoints
-from tests.helpers.jobs import processes_in
+from tests.helpers.jobs import find_processes
 
 pytestmark = pytest.mark.usefixtures("program_directory")
 JOB = """
@@ -70,8 +70,8 @@ def start(devices, launcher=(), **environment):
     )  # fmt: skip
 
 
-def others():
-    return {pid: words for pid, words in processes_in(".").items() if pid != os.getpid()}
+def list_other_processes():
+    return {pid: words for pid, words in find_processes(".").items() if pid != os.getpid()}
 
 
 def finish(job):
@@ -81,13 +81,13 @@ def finish(job):
         job.kill()  # its workers end with it
         pytest.fail(f"not done after 90 s\n{job.communicate()[0]}")
     until = time.monotonic() + 10
-    while left := others():
+    while left := list_other_processes():
         assert time.monotonic() < until, (left, output)
         time.sleep(0.05)
     return job.returncode, output
 
 
-def reached():
+def read_result():
     """Return the rows of the record and the final parameters, equal to an uninterrupted run or not."""
     end = Checkpoint.open(find_checkpoints(Path("runs/run/checkpoints"))[-1])
     parameters = {name: end.read_tensor("model", name).tolist() for name in end.list_tensor_names("model")}
@@ -95,7 +95,7 @@ def reached():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def train_uninterrupted(tmp_path_factory):
     """Return the result of a number of processes without a stop."""
     known = {}
 
@@ -104,14 +104,14 @@ def undisturbed(tmp_path_factory):
             here = Path.cwd()
             os.chdir(tmp_path_factory.mktemp(f"undisturbed-{devices}"))
             assert finish(start(devices))[0] == 0
-            known[devices] = reached()
+            known[devices] = read_result()
             os.chdir(here)
         return known[devices]
 
     return of
 
 
-def ask(job, number, receiver, ranks):
+def send_signal(job, number, receiver, ranks):
     """Send a signal when every rank is at the place where it waits."""
     until = time.monotonic() + 60
     while not all(Path(f"at-{rank}").exists() for rank in range(ranks)):
@@ -120,7 +120,7 @@ def ask(job, number, receiver, ranks):
         time.sleep(0.02)
     workers = [int(Path(f"at-{rank}").read_text()) for rank in range(ranks)]
     if receiver == "every process":  # like systemd, and SLURM at the end of a job
-        for pid in others():
+        for pid in list_other_processes():
             os.kill(pid, number)
     elif receiver == "process group":
         os.killpg(job.pid, number)
@@ -131,11 +131,11 @@ def ask(job, number, receiver, ranks):
     Path("sent").touch()
 
 
-def stopped(undisturbed, number, receiver, phase, devices, launcher=(), code=None):
+def stop_and_resume(train_uninterrupted, number, receiver, phase, devices, launcher=(), code=None):
     """Stop a job and resume it; compare the result with an uninterrupted run."""
     hears = receiver[-1] if receiver.startswith("rank") else "01"
     job = start(devices, launcher, PHASE=phase, HEARS=hears)
-    ask(job, number, receiver, devices)
+    send_signal(job, number, receiver, devices)
     found, output = finish(job)
     expected = SIGNALS[number] if code is None else code
     assert found == expected or (expected == 130 and found == -signal.SIGINT), output
@@ -150,10 +150,10 @@ def stopped(undisturbed, number, receiver, phase, devices, launcher=(), code=Non
         assert said in log
         assert said in output
         assert ("exit code 75: requeue the job" in log) == (number == signal.SIGUSR1)
-    whole = undisturbed(devices)
+    whole = train_uninterrupted(devices)
     code, output = finish(start(devices, launcher, HEARS=""))
     assert code == 0, output
-    assert reached() == whole
+    assert read_result() == whole
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def stopped(undisturbed, number, receiver, phase, devices, launcher=(), code=Non
         (signal.SIGUSR1, "process group", "training", 1),
     ],
 )
-def test_stopped_job_saves_returns_signal_code_and_resumes(undisturbed, number, receiver, phase, devices):
-    stopped(undisturbed, number, receiver, phase, devices)
+def test_stopped_job_saves_returns_signal_code_and_resumes(train_uninterrupted, number, receiver, phase, devices):
+    stop_and_resume(train_uninterrupted, number, receiver, phase, devices)
 
 
 STUCK = """
@@ -209,7 +209,7 @@ def test_unfinished_work_after_grace_s_is_abandoned(where, devices, stood):
     words = [sys.executable, "stuck.py"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     job = subprocess.Popen([*words, where, str(devices)], **options)
-    ask(job, signal.SIGUSR1, "launcher", devices)
+    send_signal(job, signal.SIGUSR1, "launcher", devices)
     code, output = finish(job)
     assert code == 75, output
     said = (
@@ -259,12 +259,12 @@ getattr(trainer, STAGE)(Task(), loader(40, 4))
 """
 
 
-def hung(stage, *numbers):
+def stop_hung_job(stage, *numbers):
     """Send signals to the launcher of a job of which no rank runs Python; return the exit code and the output."""
     Path("hung.py").write_text(HUNG)
     words = [sys.executable, "hung.py", stage]
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    ask(job, numbers[0], "launcher", 2)
+    send_signal(job, numbers[0], "launcher", 2)
     for number in numbers[1:]:
         time.sleep(1)  # of pending signals, Python handles the lowest number first
         os.kill(job.pid, number)
@@ -276,15 +276,15 @@ def hung(stage, *numbers):
     "stage", ["validate", "fit", *(pytest.param(stage, marks=pytest.mark.torture) for stage in ("test", "predict"))]
 )
 def test_second_signals_end_hung_jobs_in_each_stage(stage):
-    code, output = hung(stage, signal.SIGTERM, signal.SIGINT)
+    code, output = stop_hung_job(stage, signal.SIGTERM, signal.SIGINT)
     assert code == 143, output
-    assert f"{'stopped at step 0' if stage == 'fit' else f'{stage} stopped'} by SIGINT, at once" in output
+    assert f"{'stopped at step 0' if stage == 'fit' else f'{stage} stop_and_resume'} by SIGINT, at once" in output
 
 
 @pytest.mark.torture
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_one_signal_ends_a_hung_evaluation(stage):
-    code, output = hung(stage, signal.SIGTERM)
+    code, output = stop_hung_job(stage, signal.SIGTERM)
     assert code == 143, output
     assert f"{stage} stopped by SIGTERM, not done within 30 s, which grace_s changes" in output
 
@@ -305,10 +305,10 @@ TABLE += [
 @pytest.mark.torture
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize(("number", "receiver", "phase", "devices"), TABLE)
-def test_each_signal_in_each_phase(undisturbed, number, receiver, phase, devices):
+def test_each_signal_in_each_phase(train_uninterrupted, number, receiver, phase, devices):
     if (number, receiver) == (signal.SIGINT, "every process"):
         receiver = "launcher"  # Ctrl-C reaches only the launcher; sent to all, it would count twice
-    stopped(undisturbed, number, receiver, phase, devices)
+    stop_and_resume(train_uninterrupted, number, receiver, phase, devices)
 
 
 @pytest.mark.torture
@@ -323,5 +323,5 @@ def test_each_signal_in_each_phase(undisturbed, number, receiver, phase, devices
         (signal.SIGTERM, "rank 1"),
     ],
 )
-def test_each_phase_under_torchrun(undisturbed, number, receiver, phase):
-    stopped(undisturbed, number, receiver, phase, 2, TORCHRUN, code=1)  # with any output of its workers
+def test_each_phase_under_torchrun(train_uninterrupted, number, receiver, phase):
+    stop_and_resume(train_uninterrupted, number, receiver, phase, 2, TORCHRUN, code=1)  # with any output of its workers

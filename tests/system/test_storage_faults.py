@@ -18,14 +18,14 @@ from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, re
 from lumen.checkpoint.save import writer
 from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.errors import CheckpointError
-from tests.helpers.checkpoints import FILES, assert_small, save, small
-from tests.helpers.programs import numbers_of
+from tests.helpers.checkpoints import FILES, assert_small, save, save_small
+from tests.helpers.programs import run_and_read_numbers
 
 
 @pytest.mark.parametrize("pattern", ["step-2.tmp-*", "step-2.tmp-*/model/00000-00000.safetensors", "."])
 def test_directory_removed_during_save_raises_without_checkpoint(tmp_path, pattern, monkeypatch):
     folder = tmp_path / "checkpoints"
-    small(folder / "step-1")
+    save_small(folder / "step-1")
     written, write = [], writer.write_safetensors
 
     def removing(path, tensors):
@@ -84,7 +84,7 @@ class Faults:
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("occupied", [False, True], ids=["free", "damaged there"])
 def test_fault_at_any_operation_leaves_all_or_nothing(tmp_path, forever, occupied):
-    old = small(tmp_path / "step-1")
+    old = save_small(tmp_path / "step-1")
     for k in count(1):
         folder = tmp_path / str(k)
         shutil.copytree(old, folder / "step-1")
@@ -95,7 +95,7 @@ def test_fault_at_any_operation_leaves_all_or_nothing(tmp_path, forever, occupie
         with pytest.MonkeyPatch.context() as patch:
             faults = Faults(patch, k, forever)
             try:
-                small(folder / "step-2", value=2.0)
+                save_small(folder / "step-2", value=2.0)
             except CheckpointError as caught:
                 error = caught
         assert_small(folder / "step-1")
@@ -128,7 +128,7 @@ def test_files_are_synced_before_commit_and_commit_after(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    path = small(tmp_path / "step-1")
+    path = save_small(tmp_path / "step-1")
     commit = events.index("renamed")
     synced = [os.path.relpath(event, tmp_path).partition("/")[2] for event in events[:commit]]
     assert sorted(synced) == sorted(["", "model", "optimizer", *FILES])
@@ -145,7 +145,7 @@ def test_file_system_without_directory_sync_is_tolerated(tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert_small(small(tmp_path / "step-1"))
+    assert_small(save_small(tmp_path / "step-1"))
 
 
 processes = multiprocessing.get_context("forkserver")
@@ -161,7 +161,7 @@ def save_onto_a_full_disk(folder, results):
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path):
-    small(tmp_path / "step-1")
+    save_small(tmp_path / "step-1")
     receiver, sender = processes.Pipe(duplex=False)
     process = processes.Process(target=save_onto_a_full_disk, args=(tmp_path, sender))
     process.start()
@@ -177,7 +177,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path):
 
 def save_for_ever(folder, first):
     for step in count(first):
-        small(folder / f"step-{step}", value=float(step))
+        save_small(folder / f"step-{step}", value=float(step))
         if (step - first) % 3 == 2:
             remove_checkpoint(folder / f"step-{step}")
 
@@ -224,6 +224,6 @@ print(written - start, peak() - start)
 
 
 def test_saving_and_loading_need_memory_of_one_tensor(tmp_path):
-    written, read = numbers_of("-c", MEMORY, tmp_path)  # in MiB; each tensor has 8, together 192
+    written, read = run_and_read_numbers("-c", MEMORY, tmp_path)  # in MiB; each tensor has 8, together 192
     assert written < 14
     assert read < 14

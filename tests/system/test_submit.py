@@ -38,20 +38,20 @@ SKY = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def project_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
     (tmp_path / "run.yaml").write_text(CONFIG)
     return tmp_path
 
 
-def printed(capsys, *words):
+def print_file(capsys, *words):
     assert main(["submit", *words, "--dry-run", *FIT]) == 0
     assert {path.name for path in Path().iterdir()} <= {"run.yaml"}
     return capsys.readouterr().out
 
 
-def refused(capsys, *words):
+def catch_error(capsys, *words):
     assert main(["submit", *words]) == 2
     assert {path.name for path in Path().iterdir()} <= {"run.yaml"}
     return capsys.readouterr().err
@@ -66,7 +66,7 @@ def check_fields(tree, known, at=""):
 
 
 def test_slurm_script_is_bash_with_task_per_gpu(capsys):
-    text = printed(capsys, "--on", "slurm", "--nodes", "2", "--gpus-per-node", "8", "--time", "1:00:00")
+    text = print_file(capsys, "--on", "slurm", "--nodes", "2", "--gpus-per-node", "8", "--time", "1:00:00")
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.M))
     assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "8", "8")
@@ -75,14 +75,16 @@ def test_slurm_script_is_bash_with_task_per_gpu(capsys):
 
 
 def test_on_cpus_slurm_is_asked_for_no_gpus(capsys):
-    text = printed(capsys, "--on", "slurm", "--gpus-per-node", "0", "--tasks-per-node", "2", "--setup", "module load x")
+    text = print_file(
+        capsys, "--on", "slurm", "--gpus-per-node", "0", "--tasks-per-node", "2", "--setup", "module load x"
+    )
     assert "--gpus-per-node" not in text
     assert "--ntasks-per-node=2\n" in text
     assert "\nmodule load x\n" in text
 
 
 def test_ray_driver_is_python_with_worker_per_gpu(capsys):
-    text = printed(capsys, "--on", "ray", "--nodes", "2", "--gpus-per-node", "8", "--max-restarts", "5")
+    text = print_file(capsys, "--on", "ray", "--nodes", "2", "--gpus-per-node", "8", "--max-restarts", "5")
     (workers,) = [node.value for node in ast.walk(ast.parse(text)) if getattr(node, "arg", None) == "num_workers"]
     assert workers.value == 16
     assert "FailureConfig(5)" in text
@@ -90,7 +92,7 @@ def test_ray_driver_is_python_with_worker_per_gpu(capsys):
 
 def test_kubernetes_job_has_valid_fields(capsys):
     words = ["--on", "k8s", "--nodes", "2", "--gpus-per-node", "8", "--image", "me/x:1", "--volume", "shared"]
-    policy, job = yaml.safe_load_all(printed(capsys, *words, "--time", "1:00:01", "--gpu", "H100"))
+    policy, job = yaml.safe_load_all(print_file(capsys, *words, "--time", "1:00:01", "--gpu", "H100"))
     own = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
     ingress = [{"from": [{"podSelector": own}]}]
     assert policy["spec"] == {"podSelector": own, "policyTypes": ["Ingress"], "ingress": ingress}
@@ -104,7 +106,7 @@ def test_kubernetes_job_has_valid_fields(capsys):
 
 def test_skypilot_task_has_valid_fields_and_valid_bash(capsys):
     words = ["--on", "sky", "--nodes", "2", "--gpus-per-node", "8", "--gpu", "H100", "--setup", "pip install ."]
-    task = yaml.safe_load(printed(capsys, *words, "--image", "me/x:1"))
+    task = yaml.safe_load(print_file(capsys, *words, "--image", "me/x:1"))
     check_fields(task, SKY)
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
@@ -130,7 +132,7 @@ def test_skypilot_task_has_valid_fields_and_valid_bash(capsys):
     ],
 )
 def test_invalid_arguments_raise_before_writing(words, said, capsys):
-    assert said in refused(capsys, *words)
+    assert said in catch_error(capsys, *words)
 
 
 def test_missing_engine_names_file_and_command_to_run(monkeypatch, capsys):
@@ -141,11 +143,11 @@ def test_missing_engine_names_file_and_command_to_run(monkeypatch, capsys):
     assert Path("run.sbatch").read_text().startswith("#!/bin/bash")
 
 
-def test_engine_gets_file_and_sets_the_exit_code(here, monkeypatch):
-    (here / "bin").mkdir()
-    (here / "bin/sky").write_text('#!/bin/sh\necho "$@" > asked\nexit 7\n')
-    (here / "bin/sky").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{here}/bin:/usr/bin:/bin")
+def test_engine_gets_file_and_sets_the_exit_code(project_directory, monkeypatch):
+    (project_directory / "bin").mkdir()
+    (project_directory / "bin/sky").write_text('#!/bin/sh\necho "$@" > asked\nexit 7\n')
+    (project_directory / "bin/sky").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{project_directory}/bin:/usr/bin:/bin")
     assert main(["submit", "--on", "sky", "--gpu", "H100", "--file", "mine.yaml", *FIT]) == 7
     assert Path("asked").read_text() == "jobs launch mine.yaml\n"
     assert yaml.safe_load(Path("mine.yaml").read_text())["name"] == "run"
@@ -177,7 +179,7 @@ def test_a_job_with_a_secret_is_private(monkeypatch):
     assert [Path(f"{number}.sbatch").stat().st_mode & 0o777 for number in (0, 1)] == [0o666 & ~before, 0o600]
 
 
-def in_bash(script, program, folder):
+def run_in_bash(script, program, folder):
     """Return the arguments that a bash script passes to a program."""
     (folder / program).write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     (folder / program).chmod(0o755)
@@ -186,28 +188,28 @@ def in_bash(script, program, folder):
     return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
 
 
-def expanded(text):
+def expand_variables(text):
     """Return an argument of a container's command as Kubernetes expands it: `$(NAME)` is a variable, and `$$` a `$`."""
     return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "VARIABLE", text)
 
 
-def job_in(text):
+def read_job(text):
     """Return the PyTorchJob of a file for Kubernetes, which follows its NetworkPolicy."""
     _, job = yaml.safe_load_all(text)
     return job
 
 
 READERS = {
-    engines.make_slurm_script: lambda text, folder: in_bash(text, "srun", folder),
-    engines.make_skypilot_task: lambda text, folder: in_bash(yaml.safe_load(text)["run"], "torchrun", folder),
+    engines.make_slurm_script: lambda text, folder: run_in_bash(text, "srun", folder),
+    engines.make_skypilot_task: lambda text, folder: run_in_bash(yaml.safe_load(text)["run"], "torchrun", folder),
     engines.make_ray_program: lambda text, folder: next(
         ast.literal_eval(node.value)
         for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and node.targets[0].id == "COMMAND"
     ),
     engines.make_kubernetes_job: lambda text, folder: [
-        expanded(word)
-        for word in job_in(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
+        expand_variables(word)
+        for word in read_job(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
             "command"
         ]
     ],
@@ -234,9 +236,9 @@ def test_an_engine_reads_the_words_that_were_given(engine, tmp_path_factory):
 def test_words_reach_the_job_from_the_command_line(capsys):
     word = "a\nb\u2028$(HOME)'"
     assert main(["submit", "--on", "k8s", "--image", "a", "--dry-run", *FIT, f"--trainer.default_root_dir={word}"]) == 0
-    job = job_in(capsys.readouterr().out)
+    job = read_job(capsys.readouterr().out)
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    assert f"--trainer.default_root_dir={word}" in map(expanded, container["command"])
+    assert f"--trainer.default_root_dir={word}" in map(expand_variables, container["command"])
     assert main(["submit", "--on", "k8s", "--image", "a", *FIT, "--trainer.default_root_dir=\udcff"]) == 2
     assert "a Kubernetes job is YAML and must be UTF-8" in capsys.readouterr().err
 

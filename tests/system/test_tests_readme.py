@@ -4,11 +4,11 @@ import subprocess
 import sys
 
 from tests.helpers import ROOT
-from tests.helpers.pages import snippets
+from tests.helpers.pages import find_programs
 
 
 def test_examples_for_writers_of_tests_pass(tmp_path):
-    examples = snippets("tests/README.md")
+    examples = find_programs("tests/README.md")
     assert len(examples) == 4
     for number, text in enumerate(examples):
         (tmp_path / f"test_example_{number}.py").write_text(text)

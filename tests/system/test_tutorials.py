@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers import ROOT
 from tests.helpers.documented_commands import run_in_shell
-from tests.helpers.pages import snippets
+from tests.helpers.pages import find_programs
 
 pytestmark = [pytest.mark.usefixtures("program_directory"), pytest.mark.time_limit(240)]
 
@@ -28,7 +28,7 @@ def run_script(*words):
 
 
 def test_two_processes_and_torchrun_repeat_the_losses():
-    (script,) = snippets("docs/tutorials/several-gpus.md")
+    (script,) = find_programs("docs/tutorials/several-gpus.md")
     Path("train.py").write_text(script)
     assert run_script("train.py") == "steps: 48\n"
     Path("train.py").write_text(script.replace("devices=1", "devices=2").replace('"one"', '"two"'))
@@ -43,7 +43,7 @@ def test_two_processes_and_torchrun_repeat_the_losses():
 
 def test_language_model_is_tuned_and_exported():
     page = "docs/tutorials/language-model.md"
-    base, module, read, adapter = snippets(page)
+    base, module, read, adapter = find_programs(page)
     text = (ROOT / page).read_text()
     for name, content in {
         "base.py": base,
@@ -70,7 +70,7 @@ def test_language_model_is_tuned_and_exported():
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # a deprecated call
 def test_packing_of_the_tutorial_keeps_losses():
-    base, module, *_ = snippets("docs/tutorials/language-model.md")
+    base, module, *_ = find_programs("docs/tutorials/language-model.md")
     found = {"__name__": "sums"}
     exec(base, found)
     exec(module, found)

@@ -3,14 +3,14 @@
 import pytest
 
 from tests.helpers.programs import run_python
-from tests.helpers.user_logging import said
+from tests.helpers.user_logging import filter_messages
 
 SCRIPT = """
 import logging
 {setup}
-from tests.helpers.user_logging import fit_saying
+from tests.helpers.user_logging import fit_with_messages
 from pathlib import Path
-fit_saying(Path("."), "mine")
+fit_with_messages(Path("."), "mine")
 """
 
 
@@ -31,4 +31,4 @@ def test_user_messages_are_shown_once_despite_user_handlers(tmp_path, setup, sho
     _, found = run_python("-c", SCRIPT.format(setup=setup), cwd=tmp_path)
     assert [line for line in found.splitlines() if "said" in line] == shown
     log = (tmp_path / "runs/run/run.log").read_text()
-    assert said(log.splitlines()) == ["INFO mine: said at 20", "WARNING mine: said at 30"]
+    assert filter_messages(log.splitlines()) == ["INFO mine: said at 20", "WARNING mine: said at 30"]

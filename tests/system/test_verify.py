@@ -20,7 +20,7 @@ HERE = "tests.helpers.verified_tasks"
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
@@ -40,7 +40,7 @@ def verify(*words, task="Clean", data="Data", **options):
     return ran
 
 
-def rows(ran):
+def parse_rows(ran):
     return {row["what"]: row for row in json.loads(ran.stdout)["rows"]}
 
 
@@ -107,7 +107,7 @@ def test_demo_certificate_is_reproducible():
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
 def test_data_following_training_is_reported_without_workers():
-    (row,) = rows(verify("--only", "workers", "--json", "--data", "null", task="Plays")).values()
+    (row,) = parse_rows(verify("--only", "workers", "--json", "--data", "null", task="Plays")).values()
     assert (row["verdict"], row["cause"]["kind"]) == ("not shown", "nothing to compare")
     assert "its dataset follows the training" in row["cause"]["text"]
 
@@ -174,7 +174,7 @@ def test_many_or_failing_modules_can_be_imported(tmp_path):
 def test_state_lost_by_kills_names_its_module():
     ran = verify("--only", "kills", "--json", task="Within", module="Counts")
     assert ran.returncode == 1
-    found = rows(ran)
+    found = parse_rows(ran)
     assert {*found} == {"killed in training", "killed in validation", "killed in a save"}
     for row in found.values():
         assert (row["verdict"], row["cause"]["kind"]) == ("failed", "state is kept in a module")
@@ -184,7 +184,7 @@ def test_state_lost_by_kills_names_its_module():
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
 def test_set_order_is_found_with_separate_interpreter():
-    (row,) = rows(verify("--only", "again", "--json", task="Within", module="Unordered")).values()
+    (row,) = parse_rows(verify("--only", "again", "--json", task="Within", module="Unordered")).values()
     assert (row["verdict"], row["cause"]["kind"]) == ("failed", "an operation is not deterministic")
     assert "a set, whose order" in row["cause"]["text"]
 
@@ -192,7 +192,7 @@ def test_set_order_is_found_with_separate_interpreter():
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
 def test_replaced_parameters_are_reported_before_comparing():
-    (row,) = rows(verify("--json", task="Replaced")).values()
+    (row,) = parse_rows(verify("--json", task="Replaced")).values()
     assert (row["what"], row["verdict"]) == ("the task trains", "failed")
     assert "the optimizer holds 2 parameters that are not the task's" in row["cause"]["text"]
 

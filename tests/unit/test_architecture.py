@@ -99,7 +99,7 @@ def is_type_checking(node):
     }
 
 
-def imported_by(module, *, lazily):
+def list_imports(module, *, lazily):
     """Return the names of the modules that a module imports: at module level, or inside functions."""
 
     def visit(node, inside):
@@ -120,7 +120,7 @@ def imported_by(module, *, lazily):
     return set(visit(SOURCES[module], False))
 
 
-def unit(module):
+def get_unit(module):
     """Return the part of Lumen that a module belongs to: "loop" for `lumen.loop.loop`."""
     return module.split(".")[1] if "." in module else ""
 
@@ -132,32 +132,32 @@ def layer(name):
     pytest.fail(f"lumen.{name} has no layer; write it into LAYERS")
 
 
-def ways(*, lazily):
+def list_imports_between_units(*, lazily):
     """Return (importer, imported) of every import inside Lumen from one unit to another."""
     for module in SOURCES:
-        for found in imported_by(module, lazily=lazily):
-            if found.startswith("lumen.") and module not in DOORS and unit(module) != unit(found):
-                yield unit(module), unit(found)
+        for found in list_imports(module, lazily=lazily):
+            if found.startswith("lumen.") and module not in DOORS and get_unit(module) != get_unit(found):
+                yield get_unit(module), get_unit(found)
 
 
 # ---------------------------------------------------------------------- layers
 
 
 def test_modules_import_only_from_lower_layers():
-    upward = {(importer, found) for importer, found in ways(lazily=False) if layer(found) >= layer(importer)}
+    upward = {(importer, found) for importer, found in list_imports_between_units(lazily=False) if layer(found) >= layer(importer)}
     assert upward == set()
     for name in LAYERS:
         for each in name:
-            assert any(unit(module) == each for module in SOURCES), f"LAYERS names {each}, which does not exist"
+            assert any(get_unit(module) == each for module in SOURCES), f"LAYERS names {each}, which does not exist"
 
 
 def test_the_core_knows_nothing_around_it():
     """The core neither imports a module around it nor names one in a text; plugins are entry points."""
     named = re.compile(r"lumen\.(cli|tools|integrations)(\.\w+)*")
     for module, tree in SOURCES.items():
-        if module in DOORS or unit(module) in AROUND_THE_CORE:
+        if module in DOORS or get_unit(module) in AROUND_THE_CORE:
             continue
-        found = {name for lazily in (False, True) for name in imported_by(module, lazily=lazily)}
+        found = {name for lazily in (False, True) for name in list_imports(module, lazily=lazily)}
         found |= {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
@@ -165,12 +165,12 @@ def test_the_core_knows_nothing_around_it():
 
 
 def test_no_module_imports_itself_in_a_circle():
-    graph = {module: imported_by(module, lazily=False) & SOURCES.keys() for module in SOURCES}
+    graph = {module: list_imports(module, lazily=False) & SOURCES.keys() for module in SOURCES}
     assert len(list(TopologicalSorter(graph).static_order())) == len(SOURCES)
 
 
 def test_package_imports_nothing_until_used():
-    assert {name.split(".")[0] for name in imported_by("lumen", lazily=False)} <= {
+    assert {name.split(".")[0] for name in list_imports("lumen", lazily=False)} <= {
         "__future__",
         "ast",
         "gc",
@@ -185,7 +185,7 @@ def test_package_imports_nothing_until_used():
 def test_lumen_does_not_import_models_or_tests():
     for module in SOURCES:
         for lazily in (False, True):
-            found = {name.split(".")[0] for name in imported_by(module, lazily=lazily)}
+            found = {name.split(".")[0] for name in list_imports(module, lazily=lazily)}
             assert not found & {"models", "datamodules", "tests", "benchmarks"}, module
 
 
@@ -198,7 +198,7 @@ WAYS_UP = {
 }
 
 
-def seen_by(module):
+def list_all_imports(module):
     """Return modules of Lumen that a module imports anywhere: at module level, in functions, for types alone."""
     for node in ast.walk(SOURCES[module]):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
@@ -208,7 +208,7 @@ def seen_by(module):
         yield from (name for name in names if name in SOURCES and name not in {module, *DOORS})
 
 
-def reached(module, graph):
+def list_reachable_modules(module, graph):
     """Return modules that a module reaches through imports of any kind."""
     found, waiting = set(), [module]
     while waiting:
@@ -222,16 +222,16 @@ def test_two_imports_for_types_go_up():
     upward = {
         (module, found)
         for module in SOURCES.keys() - DOORS
-        for found in seen_by(module)
-        if unit(module) != unit(found) and layer(unit(found)) >= layer(unit(module))
+        for found in list_all_imports(module)
+        if get_unit(module) != get_unit(found) and layer(get_unit(found)) >= layer(get_unit(module))
     }
     assert upward == WAYS_UP
 
 
 def test_circles_of_types_are_small():
     """A cycle of more than nine files is too large to understand."""
-    graph = {module: set(seen_by(module)) for module in SOURCES.keys() - DOORS}
-    reach = {module: reached(module, graph) for module in graph}
+    graph = {module: set(list_all_imports(module)) for module in SOURCES.keys() - DOORS}
+    reach = {module: list_reachable_modules(module, graph) for module in graph}
     circles = {frozenset(each for each in reach[module] if module in reach[each]) for module in graph}
     assert max(map(len, circles)) <= 9, max(circles, key=len)
 
@@ -239,7 +239,7 @@ def test_circles_of_types_are_small():
 # ---------------------------------------------------------------------- frames
 
 
-def lumens_frames():
+def list_lumen_frames():
     """Return names of Lumen's functions on the stack, the innermost first."""
     frame, stack = sys._getframe(2), []
     while frame is not None:
@@ -251,7 +251,7 @@ def lumens_frames():
 
 class Looking(torch.optim.SGD):
     def step(self, closure=None):
-        self.stacks.append(("optimizer.step", lumens_frames()))
+        self.stacks.append(("optimizer.step", list_lumen_frames()))
         return super().step(closure)
 
 
@@ -259,11 +259,11 @@ class Looked(Regression):
     """Task that records its depth on the stack."""
 
     def training_step(self, batch):
-        self.stacks.append(("training_step", lumens_frames()))
+        self.stacks.append(("training_step", list_lumen_frames()))
         return super().training_step(batch)
 
     def validation_step(self, batch):
-        self.stacks.append(("validation_step", lumens_frames()))
+        self.stacks.append(("validation_step", list_lumen_frames()))
         return super().validation_step(batch)
 
     def configure_optimizers(self):
@@ -311,7 +311,7 @@ def test_type_checkers_see_the_same_names():
     assert sorted(names - {None, "__version__"}) == PUBLIC
 
 
-def parameters(function, skip):
+def list_parameters(function, skip):
     """Return (name, kind, default) of a method's parameters after the first ones."""
     found = list(inspect.signature(function).parameters.values())
     return [(each.name, each.kind, each.default) for each in found[skip:]]
@@ -331,9 +331,9 @@ def test_hooks_have_same_arguments_on_callback_and_task():
     assert sorted(hooks) == sorted(HOOKS)
     assert len(set(HOOKS)) == len(HOOKS)
     for name in HOOKS:
-        of_callback = parameters(getattr(lumen.Callback, name), skip=3)
-        assert of_callback == parameters(getattr(lumen.TaskModule, name), skip=1), name
-        assert [each[0] for each in parameters(getattr(lumen.Callback, name), skip=0)][:3] == [
+        of_callback = list_parameters(getattr(lumen.Callback, name), skip=3)
+        assert of_callback == list_parameters(getattr(lumen.TaskModule, name), skip=1), name
+        assert [each[0] for each in list_parameters(getattr(lumen.Callback, name), skip=0)][:3] == [
             "self",
             "trainer",
             "task",
@@ -410,10 +410,10 @@ def test_the_contract_of_a_strategy_is_a_page():
 
 
 def test_nobody_asks_a_strategy_for_its_name():
-    concrete = {cls.__name__ for cls in all_classes() if issubclass(cls, lumen.Strategy)} - {"Strategy"}
+    concrete = {cls.__name__ for cls in list_classes() if issubclass(cls, lumen.Strategy)} - {"Strategy"}
     assert "SingleDevice" in concrete
     for module, tree in SOURCES.items():
-        if module == "lumen" or unit(module) in ("strategies", "cli", "tools"):
+        if module == "lumen" or get_unit(module) in ("strategies", "cli", "tools"):
             continue
         for node in ast.walk(tree):
             names = {getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "value", None)}
@@ -447,7 +447,7 @@ def test_a_run_and_its_parts_have_few_members(tmp_path):
 def test_callbacks_use_what_a_users_callback_may_use():
     """Callbacks use public names of the trainer, among them `trainer.run` and its parts; no private names."""
     for module, tree in SOURCES.items():
-        if unit(module) != "callbacks":
+        if get_unit(module) != "callbacks":
             continue
         for node in ast.walk(tree):
             owner = ast.unparse(node.value).rpartition(".")[2] if isinstance(node, ast.Attribute) else ""
@@ -465,7 +465,7 @@ HOMES = {f"lumen.checkpoint.format.{name}" for name in ("object_store", "storage
 
 
 def test_nobody_asks_what_a_place_is_kept_by():
-    assert {cls.__name__ for cls in all_classes() if issubclass(cls, Storage)} == SIDES - {"Url"} | {"Storage"}
+    assert {cls.__name__ for cls in list_classes() if issubclass(cls, Storage)} == SIDES - {"Url"} | {"Storage"}
     asking = []
     for module, tree in SOURCES.items():
         for node in ast.walk(tree):
@@ -481,7 +481,7 @@ def test_nobody_asks_what_a_place_is_kept_by():
 def test_as_local_is_imported_only_where_needed():
     """Only modules with locks, logs or links may depend on a path of this machine."""
     assert {
-        module for module in SOURCES if "lumen.checkpoint.format.storage.as_local_path" in names_imported_by(module)
+        module for module in SOURCES if "lumen.checkpoint.format.storage.as_local_path" in list_imported_names(module)
     } == {"lumen.callbacks.checkpoint_names", "lumen.checkpoint.load.weights_source", "lumen.tools.runs.find"}
 
 
@@ -500,7 +500,7 @@ def test_one_module_reads_pickles_with_weights_only():
         module
         for module in SOURCES
         for lazily in (False, True)
-        if "lumen.tools.convert.unpickle" in imported_by(module, lazily=lazily)
+        if "lumen.tools.convert.unpickle" in list_imports(module, lazily=lazily)
     }
     assert users == {"lumen.tools.convert.command"}
 
@@ -545,7 +545,7 @@ def test_interpreters_are_started_in_known_places():
         "lumen.trainer.status_messages",  # prints its name
     }
     for module, start in (("lumen.tools.convert.unpickle", "subprocess.run"), ("lumen.distributed.launch", "os.execv")):
-        assert "lumen.internals.interpreters.make_python_command" in names_imported_by(module), start
+        assert "lumen.internals.interpreters.make_python_command" in list_imported_names(module), start
     pool = ast.walk(SOURCES["lumen.tools.proof.worker"])
     safe = [
         node
@@ -560,7 +560,7 @@ def contexts(node):
     return [item.context_expr for item in node.items]
 
 
-def names_imported_by(module):
+def list_imported_names(module):
     imports = (node for node in ast.walk(SOURCES[module]) if isinstance(node, ast.ImportFrom))
     return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
 
@@ -596,7 +596,7 @@ def is_boolean(annotation):
     return "bool" in names and names <= {"bool", "None"}
 
 
-def functions_in(node, above=""):
+def iterate_functions(node, above=""):
     """Return (qualified name, function) of every function below a node."""
     for child in ast.iter_child_nodes(node):
         inside = above
@@ -604,14 +604,14 @@ def functions_in(node, above=""):
             inside = f"{above}{child.name}."
             if not isinstance(child, ast.ClassDef):
                 yield inside[:-1], child
-        yield from functions_in(child, inside)
+        yield from iterate_functions(child, inside)
 
 
 def test_booleans_are_given_by_keyword():
     positional = {
         name
         for tree in SOURCES.values()
-        for name, function in functions_in(tree)
+        for name, function in iterate_functions(tree)
         if any(is_boolean(each.annotation) for each in (*function.args.posonlyargs, *function.args.args))
     }
     assert positional == set().union(*POSITIONAL_BOOLEANS.values())
@@ -661,7 +661,7 @@ def test_capabilities_are_declared():
     assert not allowed & OF_DATA.union(*DECLARED.values())
     for module, tree in SOURCES.items():
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            if ast.unparse(call.func) == "getattr" and len(call.args) == 3 and unit(module) != "internals":
+            if ast.unparse(call.func) == "getattr" and len(call.args) == 3 and get_unit(module) != "internals":
                 name = call.args[1]
                 assert not isinstance(name, ast.Constant) or name.value in allowed, (
                     f"{module}:{call.lineno} {name.value}"
@@ -669,7 +669,7 @@ def test_capabilities_are_declared():
     reading = {
         (module, name)
         for module, tree in SOURCES.items()
-        for name, function in functions_in(tree)
+        for name, function in iterate_functions(tree)
         if "getattr(part, capability, False)" in ast.unparse(function)
     }
     assert reading == {("lumen.data.iterable_style", "has_capability")}
@@ -701,7 +701,7 @@ CHANGING = {
 DESCRIBED = {"AnyTrainer": "trainer", "CallbackTrainer": "trainer", "AttachedRun": "run"}
 
 
-def owners_of_attributes():
+def find_attribute_owners():
     """Return the packages whose classes have an attribute, by its name; and those with a property that can be set."""
     owners, settable = defaultdict(set), defaultdict(set)
     for module, tree in SOURCES.items():
@@ -710,23 +710,23 @@ def owners_of_attributes():
                 continue
             for node in ast.walk(cls):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    owners[node.attr] |= {unit(module)} if ast.unparse(node.value) == "self" else set()
+                    owners[node.attr] |= {get_unit(module)} if ast.unparse(node.value) == "self" else set()
             for node in cls.body:
                 if isinstance(node, ast.FunctionDef):
-                    owners[node.name].add(unit(module))
+                    owners[node.name].add(get_unit(module))
                     if any(ast.unparse(each) == f"{node.name}.setter" for each in node.decorator_list):
-                        settable[node.name].add(unit(module))
+                        settable[node.name].add(get_unit(module))
                 for target in [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", []):
-                    owners[ast.unparse(target)].add(unit(module))
+                    owners[ast.unparse(target)].add(get_unit(module))
     return owners, settable
 
 
-def packages_of_names(trees):
+def find_name_packages(trees):
     """Return the packages of the objects in variables and attributes, by name, from annotations and calls."""
     classes, found = defaultdict(set), defaultdict(set)
     for module, tree in SOURCES.items():
         for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-            classes[cls.name].add(unit(module))
+            classes[cls.name].add(get_unit(module))
     classes.update({name: {package} for name, package in DESCRIBED.items()})
 
     def note(name, described):
@@ -743,7 +743,7 @@ def packages_of_names(trees):
     return found
 
 
-def written_attributes(tree):
+def iterate_written_attributes(tree):
     """Return (line, object, attribute) of each change to an attribute of an object other than `self`."""
     for node in ast.walk(tree):
         found = None
@@ -760,22 +760,22 @@ def written_attributes(tree):
             yield node.lineno, ast.unparse(found[0]), found[1]
 
 
-def writes_to_others():
+def find_foreign_writes():
     """Return ("package: attribute", place) of each write to an attribute of another package."""
-    (owners, settable), named = owners_of_attributes(), packages_of_names(SOURCES.values())
+    (owners, settable), named = find_attribute_owners(), find_name_packages(SOURCES.values())
     for module, tree in SOURCES.items():
-        here = packages_of_names([tree])
-        for line, owner, attribute in written_attributes(tree):
+        here = find_name_packages([tree])
+        for line, owner, attribute in iterate_written_attributes(tree):
             name = owner.rpartition(".")[2].lstrip("_")
             known = here[name] or (named[name] if "." in owner.removeprefix("self.") else set())
             packages = known & owners[attribute] or owners[attribute]
-            if packages and unit(module) not in packages and not packages <= settable[attribute]:
-                yield f"{unit(module)}: {attribute}", f"{module}:{line} {owner}.{attribute}"
+            if packages and get_unit(module) not in packages and not packages <= settable[attribute]:
+                yield f"{get_unit(module)}: {attribute}", f"{module}:{line} {owner}.{attribute}"
 
 
 def test_every_attribute_is_written_by_its_own_package():
     allowed = [each for names in WRITTEN_BY_OTHERS.values() for each in names]
-    found = dict(writes_to_others())
+    found = dict(find_foreign_writes())
     assert not {place for each, place in found.items() if each not in allowed}
     assert sorted(found) == sorted(allowed)
 
@@ -783,7 +783,7 @@ def test_every_attribute_is_written_by_its_own_package():
 # ---------------------------------------------------------------------- classes
 
 
-def all_classes():
+def list_classes():
     """Return every class that is defined at the level of a module of Lumen."""
     names = [found.name for found in pkgutil.walk_packages(lumen.__path__, "lumen.") if "__main__" not in found.name]
     for name in ["lumen", *names]:
@@ -806,7 +806,7 @@ def is_method(member):
 
 
 def test_every_class_is_abstract_final_or_open():
-    for cls in all_classes():
+    for cls in list_classes():
         assert (
             inspect.isabstract(cls)
             or is_final(cls)
@@ -819,7 +819,7 @@ def test_every_class_is_abstract_final_or_open():
 
 
 def test_no_method_is_overridden_twice():
-    for cls in all_classes():
+    for cls in list_classes():
         lineage = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "lumen"]
         for name in {name for base in lineage for name in vars(base) if not name.startswith("__")}:
             owners = [base.__name__ for base in lineage if is_method(vars(base).get(name))]
@@ -862,7 +862,7 @@ def is_private(name):
     return isinstance(name, str) and name.isidentifier() and name.startswith("_") and not name.endswith("__")
 
 
-def underscores_defined_in(tree):
+def find_defined_underscores(tree):
     """Return underscore names that a module defines: functions, classes, variables, attributes of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -873,9 +873,9 @@ def underscores_defined_in(tree):
             yield node.attr
 
 
-def underscores_used_in(tree):
+def iterate_used_underscores(tree):
     """Return (line, name) of underscore names in attributes, imports, and strings for `getattr` and the like."""
-    own = set(underscores_defined_in(tree))
+    own = set(find_defined_underscores(tree))
     parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -891,8 +891,8 @@ def underscores_used_in(tree):
 
 
 def test_private_names_of_torch_are_in_one_package():
-    others = {module: tree for module, tree in SOURCES.items() if unit(module) != "internals"}
-    own = {name for tree in others.values() for name in underscores_defined_in(tree)} - OF_TORCH
+    others = {module: tree for module, tree in SOURCES.items() if get_unit(module) != "internals"}
+    own = {name for tree in others.values() for name in find_defined_underscores(tree)} - OF_TORCH
     for module, tree in others.items():
-        for line, name in underscores_used_in(tree):
+        for line, name in iterate_used_underscores(tree):
             assert not is_private(name) or name in OTHERS | LUMENS | own, f"{module}:{line} {name}"

@@ -34,7 +34,7 @@ FEWEST_WORDS_OF_DANGLING = 5
 ARTICLES = {"a", "an", "the", "its", "this", "that", "of", "to"}
 
 
-def entries(docstring):
+def iterate_entries(docstring):
     """Return (section, name, description) of every entry in the sections of a docstring in Google's style."""
     lines, section, found = docstring.splitlines(), None, []
     for line in lines:
@@ -59,7 +59,7 @@ def started(found, section):
     return bool(found) and found[-1][0] == section
 
 
-def fault(name, description):
+def find_fault(name, description):
     """Return why a description has no meaning, or None."""
     words = re.findall(r"[\w'.*/+-]+", description)
     sentence = re.findall(r"\w+", re.split(r"[.;:](?: |$)", description)[0].lower())
@@ -81,7 +81,7 @@ def fault(name, description):
     ],
 )  # fmt: skip
 def test_a_stub_is_found(stub):
-    assert fault(*stub) is not None
+    assert find_fault(*stub) is not None
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_stub_is_found(stub):
     ],
 )  # fmt: skip
 def test_a_description_is_none(entry):
-    assert fault(*entry) is None
+    assert find_fault(*entry) is None
 
 
 def test_entries_are_read_as_they_are_written():
@@ -107,7 +107,7 @@ def test_entries_are_read_as_they_are_written():
             What
             it is.
         """
-    assert list(entries(docstring)) == [
+    assert list(iterate_entries(docstring)) == [
         ("Args", "one", "First line and second."),
         ("Args", "two", "Another: with a colon."),
         ("Returns", "", "What it is."),
@@ -119,9 +119,9 @@ def test_every_description_says_something():
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                for section, name, description in entries(ast.get_docstring(node, clean=True) or ""):
+                for section, name, description in iterate_entries(ast.get_docstring(node, clean=True) or ""):
                     seen += 1
-                    if why := fault(name, description):
+                    if why := find_fault(name, description):
                         place = f"{path.relative_to(ROOT)}:{node.lineno if not isinstance(node, ast.Module) else 1}"
                         found.append(f"{place} {section} {name}: {description} ({why})")
     assert seen > 900

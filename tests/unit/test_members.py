@@ -24,14 +24,14 @@ CLASSES = {
 LIGHTNING_1 = {"add_argparse_args", "from_argparse_args"}  # The error names the replacement.
 
 
-def public(kind):
+def list_public_members(kind):
     """Return the public members of a class, without those in a plain module."""
     annotated = {name for each in kind.__mro__ for name in vars(each).get("__annotations__", ())}
     plain = {*dir(nn.Module), *nn.Module.__annotations__}
     return {name for name in {*dir(kind), *annotated} - plain if not name.startswith("_") and not name.isupper()}
 
 
-def lightnings(patterns):
+def read_lightning_names(patterns):
     """Return the names that Lightning's files define or assign, read as text: importing them takes seconds."""
     home = Path(find_spec("lightning").origin).parent
     text = "\n".join(path.read_text() for pattern in patterns for path in home.glob(pattern))
@@ -43,11 +43,11 @@ def test_table_of_twenty_names_members(kind):
     (section,) = re.findall(rf"^## Twenty names of `{kind.__name__}`\n(.*?)^## ", PAGE, re.S | re.M)
     names = re.findall(r"^\| `(\w+)` \|", section, re.M)
     assert len(names) == 20
-    assert {*names} <= public(kind)
+    assert {*names} <= list_public_members(kind)
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="not proven here: it needs Lightning")
 @pytest.mark.parametrize("kind", CLASSES)
 def test_members_are_lightnings_or_listed(kind):
     own = {*re.findall(rf"^\| `{kind.__name__}` \| `(\w+)` \|", PAGE, re.M)}
-    assert own == public(kind) - lightnings(CLASSES[kind]) - LIGHTNING_1
+    assert own == list_public_members(kind) - read_lightning_names(CLASSES[kind]) - LIGHTNING_1

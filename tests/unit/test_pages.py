@@ -14,20 +14,20 @@ from lumen.internals.torch_versions import TESTED_VERSIONS
 from lumen.version import __version__
 from tests.helpers import communication
 from tests.helpers.architecture import LAYERS, ROOT, SOURCES
-from tests.helpers.pages import COLLECTIVE, HOME, NAMES, PAGES, rows
+from tests.helpers.pages import COLLECTIVE, HOME, NAMES, PAGES, read_rows
 
 TESTS = [str(path.relative_to(HOME)) for path in HOME.glob("tests/**/*.py")]
 COLLECTIVES = "docs/contributing/collectives.md"
 PATH = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 
 
-def defined_in(tree, prefix=""):
+def list_definitions(tree, prefix=""):
     """Return functions, classes and methods of a module, as `name` and `Class.name`."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield prefix + node.name
         if isinstance(node, ast.ClassDef):
-            yield from defined_in(node, f"{prefix}{node.name}.")
+            yield from list_definitions(node, f"{prefix}{node.name}.")
 
 
 # ---------------------------------------------------------------------- names on the pages
@@ -44,7 +44,7 @@ def test_files_and_functions_named_in_pages_exist(page):
     named = PATH.findall(PAGES[page])
     for path, name in named:
         if (ROOT / path).exists():
-            assert not name or name in defined_in(ast.parse((ROOT / path).read_text())), f"{path}:{name}"
+            assert not name or name in list_definitions(ast.parse((ROOT / path).read_text())), f"{path}:{name}"
         else:
             assert not name, f"{path}:{name}: there is no such file in lumen/"
             assert any(each.endswith(f"/{path.removeprefix('tests/')}") for each in TESTS), path
@@ -52,7 +52,7 @@ def test_files_and_functions_named_in_pages_exist(page):
 
 
 def test_architecture_page_lists_every_package_on_its_layer():
-    of_page = [{name.strip("`") for layer, name, _ in rows(NAMES[0], "Packages") if layer == str(number)}
+    of_page = [{name.strip("`") for layer, name, _ in read_rows(NAMES[0], "Packages") if layer == str(number)}
                for number in range(1, len(LAYERS) + 1)]  # fmt: skip
     assert of_page == [*LAYERS]
     on_disk = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
@@ -60,7 +60,7 @@ def test_architecture_page_lists_every_package_on_its_layer():
 
 
 def test_architecture_page_names_parts_of_run():
-    parts = {name.strip("`") for name, _, _ in rows(NAMES[0], "The parts of a run")}
+    parts = {name.strip("`") for name, _, _ in read_rows(NAMES[0], "The parts of a run")}
     tree = ast.parse((ROOT / "run/run.py").read_text())
     (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
     fields = {ast.unparse(node.target) for node in run.body if isinstance(node, ast.AnnAssign)}
@@ -72,8 +72,8 @@ def test_architecture_page_names_parts_of_run():
 
 def test_each_walk_has_its_stations_in_their_order():
     for walk, stations in (("One step", 12), ("One save", 8), ("One resume", 8), ("One config key", 8)):
-        assert [row[0] for row in rows(NAMES[0], walk)] == [str(number) for number in range(1, stations + 1)]
-        assert all(PATH.search(where) for _, where, _ in rows(NAMES[0], walk))
+        assert [row[0] for row in read_rows(NAMES[0], walk)] == [str(number) for number in range(1, stations + 1)]
+        assert all(PATH.search(where) for _, where, _ in read_rows(NAMES[0], walk))
 
 
 def test_each_word_has_one_meaning():
@@ -87,8 +87,8 @@ def test_each_word_has_one_meaning():
 
 def test_each_promise_names_files_tests_and_readme_row():
     of_readme = re.findall(r"^\| \*\*(.+?)\*\* \|", (HOME / "README.md").read_text(), re.M)
-    assert [promise for promise, _, _ in rows(NAMES[0], "Promises")] == [name.lower() for name in of_readme]
-    assert all(PATH.search(files) and "test_" in tests for _, files, tests in rows(NAMES[0], "Promises"))
+    assert [promise for promise, _, _ in read_rows(NAMES[0], "Promises")] == [name.lower() for name in of_readme]
+    assert all(PATH.search(files) and "test_" in tests for _, files, tests in read_rows(NAMES[0], "Promises"))
 
 
 # ---------------------------------------------------------------------- decisions of ranks
@@ -97,10 +97,10 @@ OF_TORCH = {"all_reduce", "all_gather", "broadcast_object_list", "gather_object"
 
 
 def test_collectives_page_lists_every_collective_method():
-    assert {name.strip("`") for name, _, _ in rows(COLLECTIVES, "The methods")} == COLLECTIVE
+    assert {name.strip("`") for name, _, _ in read_rows(COLLECTIVES, "The methods")} == COLLECTIVE
 
 
-def communicates(node):
+def is_collective(node):
     """Return True if a call is a collective."""
     if not isinstance(node, ast.Call):
         return False
@@ -113,7 +113,7 @@ def test_collectives_page_names_every_file_that_communicates():
     files = {
         str(Path(*module.split(".")[1:]).with_suffix(".py"))
         for module, tree in SOURCES.items()
-        if any(map(communicates, ast.walk(tree)))
+        if any(map(is_collective, ast.walk(tree)))
     }
     assert files - named == set()
 
@@ -122,8 +122,8 @@ def test_collectives_page_has_counted_numbers():
     page, vote = PAGES[COLLECTIVES], communication.VOTE
     assert f"by a sum of **{vote} numbers**" in " ".join(page.split())
     assert f"1 `all_gather` (**{communication.GATHER} collectives**)" in page
-    assert f"1 all-reduce of **{communication.BESIDE} numbers**" in page
-    votes = {moment: int(numbers) for moment, _, numbers in rows(COLLECTIVES, "Some steps: the vote")}
+    assert f"1 all-reduce of **{communication.OTHER_SUMS_OF_STEP} numbers**" in page
+    votes = {moment: int(numbers) for moment, _, numbers in read_rows(COLLECTIVES, "Some steps: the vote")}
     assert votes["a validation is over, or an epoch whose hooks ran"] == vote + 1
     assert votes["an epoch ends"] == votes["training begins"] == vote + 2
 
@@ -131,7 +131,7 @@ def test_collectives_page_has_counted_numbers():
 def test_collectives_page_counts_epochs_as_tested():
     table = re.search(r"Counted for an epoch of one step:\n\n(.*?)\n\n", PAGES[COLLECTIVES], re.S)[1]
     assert [tuple(map(int, re.findall(r"\| (\d+)", row))) for row in table.splitlines()[2:]] == [
-        *communication.EPOCHS.values()
+        *communication.COLLECTIVES_OF_EPOCH.values()
     ]
 
 

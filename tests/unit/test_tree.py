@@ -16,11 +16,11 @@ TREES = {
 }
 
 
-def in_rooms(*rooms):
+def list_test_files(*rooms):
     return [pytest.param(tree, id=name) for name, tree in TREES.items() if name.split("/")[0] in rooms]
 
 
-def imported(tree):
+def list_imports(tree):
     """Return the modules that the code of a file imports, at any place."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -29,12 +29,12 @@ def imported(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def of_file(tree):
+def list_tests(tree):
     return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
 def test_folders_of_tests_are_packages():
-    files = {name for name, tree in TREES.items() if of_file(tree)}
+    files = {name for name, tree in TREES.items() if list_tests(tree)}
     assert {name for name in TREES if name.split("/")[-1].startswith("test_")} == files
     for name in files:
         room, *folders = name.split("/")[:-1]
@@ -42,27 +42,27 @@ def test_folders_of_tests_are_packages():
         assert not folders or (room in ("unit", "fit") and len(folders) == 1 and folders[0] in FOLDERS), name
 
 
-@pytest.mark.parametrize("tree", in_rooms("unit", "fit"))
+@pytest.mark.parametrize("tree", list_test_files("unit", "fit"))
 def test_units_and_fits_open_no_group_of_processes(tree):
-    assert [test.name for test in of_file(tree) if "group" in [arg.arg for arg in test.args.args]] == []
-    assert not {"tests.helpers.group.on_ranks", "tests.helpers.group.Group"} & {*imported(tree)}
+    assert [test.name for test in list_tests(tree) if "group" in [arg.arg for arg in test.args.args]] == []
+    assert not {"tests.helpers.group.run_on_ranks", "tests.helpers.group.Group"} & {*list_imports(tree)}
 
 
-@pytest.mark.parametrize("tree", in_rooms("unit", "fit"))
+@pytest.mark.parametrize("tree", list_test_files("unit", "fit"))
 def test_units_and_fits_start_no_program(tree):
     starts = {"subprocess", "pty", "tests.helpers.programs"}
-    assert not {name for name in imported(tree) if name in starts or name.rpartition(".")[0] in starts}
+    assert not {name for name in list_imports(tree) if name in starts or name.rpartition(".")[0] in starts}
 
 
-@pytest.mark.parametrize("tree", in_rooms("unit"))
+@pytest.mark.parametrize("tree", list_test_files("unit"))
 def test_units_start_no_process(tree):
     starts = {"multiprocessing", "torch.multiprocessing"}
-    assert not {name for name in imported(tree) if name in starts or name.rpartition(".")[0] in starts}
+    assert not {name for name in list_imports(tree) if name in starts or name.rpartition(".")[0] in starts}
 
 
-@pytest.mark.parametrize("tree", in_rooms("helpers", *ROOMS))
+@pytest.mark.parametrize("tree", list_test_files("helpers", *ROOMS))
 def test_shared_test_code_is_in_helpers(tree):
     own = {name for name in TREES if TREES[name] is tree}
-    tests = {name.removesuffix(".py").replace("/", ".") for name, each in TREES.items() if of_file(each)}
+    tests = {name.removesuffix(".py").replace("/", ".") for name, each in TREES.items() if list_tests(each)}
     known = {f"tests.{name}" for name in tests - {name.removesuffix(".py").replace("/", ".") for name in own}}
-    assert {name for name in imported(tree) if name in known or name.rpartition(".")[0] in known} == set()
+    assert {name for name in list_imports(tree) if name in known or name.rpartition(".")[0] in known} == set()

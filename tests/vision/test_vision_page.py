@@ -1,12 +1,12 @@
 """Programs of the page on timm and torchvision: each one runs, and the statements of the page hold."""
 
 import tests.helpers.torchvision_on_cpu  # noqa: F401
-from tests.helpers.pages import programs_run
-from tests.helpers.tables import rows_of
+from tests.helpers.pages import run_programs
+from tests.helpers.tables import read_rows
 
 
 def test_programs_of_page_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert list(programs_run("docs/guides/vision.md"))
+    assert list(run_programs("docs/guides/vision.md"))
     for run, name in (("mixed", "val_acc"), ("found", "map")):
-        assert any(row[name] for row in rows_of(tmp_path / "runs" / run / "metrics.csv"))
+        assert any(row[name] for row in read_rows(tmp_path / "runs" / run / "metrics.csv"))

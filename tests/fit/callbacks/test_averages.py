@@ -15,7 +15,7 @@ from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from lumen.tools.export.weights import export_weights
 from tests.helpers.checkpoints import save
-from tests.helpers.ema import Kept, Normed, fit
+from tests.helpers.ema import Normed, RecordStates, fit
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
 RUN = "runs/run"
@@ -36,14 +36,14 @@ class Turning(Normed):
 
 def train(*callbacks, task=None, **options):
     """Train eight steps with a checkpoint at each second step; return the states at these steps."""
-    monitor, kept = "score" if task is None else None, Kept()
+    monitor, kept = "score" if task is None else None, RecordStates()
     saver = lumen.ModelCheckpoint(every_n_train_steps=2, keep_last=-1, monitor=monitor, at_end=False)
     options = {"max_steps": 8, "val_check_interval": 2, "resume": None, "num_sanity_val_steps": 0} | options
     fit(Path(), saver, kept, *callbacks, task=Turning() if task is None else task, **options)
     return {step: kept.states[step - 1] for step in range(2, options["max_steps"] + 1, 2)}
 
 
-def mean(states):
+def average_states(states):
     """Return the mean, computed by hand; a tensor that is not floating-point is the last one."""
     found = {}
     for name, last in states[-1].items():
@@ -52,12 +52,12 @@ def mean(states):
     return found
 
 
-def same(found, expected):
+def assert_same(found, expected):
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], each) and found[name].dtype == each.dtype for name, each in expected.items())
 
 
-def loss_of(state):
+def compute_loss(state):
     """Return the validation loss of a task in this state."""
     task = Normed()
     task.load_state_dict(state)
@@ -76,31 +76,31 @@ def test_mean_of_last_checkpoints_is_exact_everywhere(dtype):
             save(Path(f"cast/step-{step}"), model=cast)
             states[step] = cast
     source = RUN if dtype == torch.float64 else "cast"
-    expected = mean([states[step] for step in (4, 6, 8)])
+    expected = average_states([states[step] for step in (4, 6, 8)])
     assert main(["export", source, "--average", "last:3", "--output", "mean.safetensors"]) == 0
-    assert same(load_file("mean.safetensors"), expected)
+    assert assert_same(load_file("mean.safetensors"), expected)
     task = Normed(dtype)
     trainer = bare_trainer(Path(), init_from=lumen.Weights(source, average="last:3"), max_steps=1)
-    seen = Kept()
+    seen = RecordStates()
     seen.on_fit_start = lambda trainer, task: seen.on_step_end(trainer, task)
     trainer.callbacks.append(seen)
     trainer.fit(task, loader(48, dtype=dtype))
-    assert same(seen.states[0], expected)
+    assert assert_same(seen.states[0], expected)
     if dtype == torch.float64:
-        assert same(Turning.load_from_checkpoint(source, average="last:3").state_dict(), expected)
-        assert trainer.validate(Normed(), loader(**DATA), source, average="last:3") == loss_of(expected)
+        assert assert_same(Turning.load_from_checkpoint(source, average="last:3").state_dict(), expected)
+        assert trainer.validate(Normed(), loader(**DATA), source, average="last:3") == compute_loss(expected)
 
 
 def test_average_last_ends_at_path_best_follows_monitor():
     states = train()
     read = Turning.load_from_checkpoint
     until = read(f"{RUN}/checkpoints/step-00000006", average="last:2")
-    assert same(until.state_dict(), mean([states[4], states[6]]))
-    best = mean([states[2], states[6]])
+    assert assert_same(until.state_dict(), average_states([states[4], states[6]]))
+    best = average_states([states[2], states[6]])
     whole_numbers = {name: each for name, each in states[8].items() if not each.is_floating_point()}
-    assert same(read(RUN, average="best:2").state_dict(), best | whole_numbers)
+    assert assert_same(read(RUN, average="best:2").state_dict(), best | whole_numbers)
     one = read(RUN, average="best:1").state_dict()
-    assert same(one, states[6] | whole_numbers)
+    assert assert_same(one, states[6] | whole_numbers)
 
 
 class Buffered(Normed):
@@ -120,11 +120,11 @@ def test_checkpoint_means_average_only_running_statistics_of_buffers():
     states = train(task=Buffered())
     found, by_hand = (
         Buffered.load_from_checkpoint(RUN, average="last:3").state_dict(),
-        mean([states[step] for step in (4, 6, 8)]),
+        average_states([states[step] for step in (4, 6, 8)]),
     )
     copied = {name for name in found if name.endswith(("._u", "._v", "queue", "batches_tracked"))}
     assert len(copied) == 4
-    assert same(found, by_hand | {name: states[8][name] for name in copied})
+    assert assert_same(found, by_hand | {name: states[8][name] for name in copied})
 
 
 def test_means_of_bfloat16_checkpoints_export_in_float32():
@@ -134,15 +134,15 @@ def test_means_of_bfloat16_checkpoints_export_in_float32():
         save(Path(f"half/step-{step}"), model=state)
     export_weights("half", Path("wide.safetensors"), average="last:2", dtype=torch.float32)
     expected = {name: ((one.double() + halves[1][name].double()) / 2).float() for name, one in halves[0].items()}
-    assert same(load_file("wide.safetensors"), expected)
+    assert assert_same(load_file("wide.safetensors"), expected)
 
 
 def test_average_accepts_paths_and_safetensors_files(capsys):
     states = train()
     paths = [f"{RUN}/checkpoints/step-{step:08d}" for step in (2, 8)]
-    expected = mean([states[2], states[8]])
+    expected = average_states([states[2], states[8]])
     assert main(["export", *paths, "--output", "mean.safetensors"]) == 0
-    assert same(load_file("mean.safetensors"), expected)
+    assert assert_same(load_file("mean.safetensors"), expected)
     numbers = sum(each.is_floating_point() for each in expected.values())
     assert f"{numbers} tensors are averages of the 2 sources; the others are as saved" in capsys.readouterr().out
     files = []
@@ -150,9 +150,11 @@ def test_average_accepts_paths_and_safetensors_files(capsys):
         files.append(f"{step}.safetensors")
         save_file(states[step], files[-1])
     assert main(["export", *files, "--output", "soup.safetensors"]) == 0
-    assert same(load_file("soup.safetensors"), expected)
-    assert same(Turning.load_from_checkpoint(paths[1], average=[Path(each) for each in paths]).state_dict(), expected)
-    assert bare_trainer(Path()).validate(Normed(), loader(**DATA), files[1], average=files) == loss_of(expected)
+    assert assert_same(load_file("soup.safetensors"), expected)
+    assert assert_same(
+        Turning.load_from_checkpoint(paths[1], average=[Path(each) for each in paths]).state_dict(), expected
+    )
+    assert bare_trainer(Path()).validate(Normed(), loader(**DATA), files[1], average=files) == compute_loss(expected)
 
 
 def test_a_step_that_was_saved_twice_counts_once():
@@ -161,7 +163,7 @@ def test_a_step_that_was_saved_twice_counts_once():
     shutil.copytree(folder / "step-00000006", folder / "step-00000006-validating")
     assert len(find_checkpoints(folder)) == 5
     task = Turning.load_from_checkpoint(RUN, average="last:3")
-    assert same(task.state_dict(), mean([states[4], states[6], states[8]]))
+    assert assert_same(task.state_dict(), average_states([states[4], states[6], states[8]]))
 
 
 def test_a_damaged_one_is_passed_over_or_named(capsys):
@@ -171,8 +173,8 @@ def test_a_damaged_one_is_passed_over_or_named(capsys):
     content[-1] ^= 1
     file.write_bytes(content)
     assert main(["export", RUN, "--average", "last:3", "--output", "mean.safetensors"]) == 0
-    assert "step-00000006 is damaged and is not part of the mean" in capsys.readouterr().err
-    assert same(load_file("mean.safetensors"), mean([states[2], states[4], states[8]]))
+    assert "step-00000006 is damaged and is not part of the average_states" in capsys.readouterr().err
+    assert assert_same(load_file("mean.safetensors"), average_states([states[2], states[4], states[8]]))
     with pytest.raises(CheckpointDamaged, match="step-00000006"):
         Turning.load_from_checkpoint(RUN, average=[f"{RUN}/checkpoints/step-{step:08d}" for step in (4, 6)])
     with pytest.raises(ConfigError, match=r"average last:4: .* has 3 valid checkpoints for this average. Set"):
@@ -215,7 +217,7 @@ def test_averages_begin_again_in_each_fit(make):
 
     used = make()
     end(used, 2.0)
-    assert same(end(used, 1.0), end(make(), 1.0))
+    assert assert_same(end(used, 1.0), end(make(), 1.0))
 
 
 @pytest.mark.parametrize("callback", [lumen.EMA(), lumen.SWA(0.02, 0)], ids=["EMA", "SWA"])
@@ -231,33 +233,33 @@ def test_a_layer_added_in_training_is_refused(callback):
 
 def test_averages_of_bfloat16_parameters_are_float32():
     def run(steps, resume):
-        ema, kept = lumen.EMA(decay=0.999), Kept()
+        ema, kept = lumen.EMA(decay=0.999), RecordStates()
         options = {"max_steps": steps, "val_check_interval": 2, "precision": "bf16-true", "resume": resume}
         return ema, kept, *fit(Path(), ema, kept, **options)
 
     ema, kept, _, task = run(8, None)
     end = task.state_dict()
-    alone = Kept()
+    alone = RecordStates()
     fit(Path(), alone, max_steps=8, precision="bf16-true", resume=None)
-    assert all(same(ours, theirs) for ours, theirs in zip(kept.states, alone.states, strict=True))
+    assert all(assert_same(ours, theirs) for ours, theirs in zip(kept.states, alone.states, strict=True))
     names = [name for name in end if not name.endswith("num_batches_tracked")]
     expected = {name: Normed().state_dict()[name].bfloat16().float() for name in names}
     for state in kept.states:
         for name, each in expected.items():
             each.lerp_(state[name].float(), 1.0 - 0.999)
-    assert same({name: ema.average[name] for name in names}, expected)
-    assert same({name: end[name] for name in names}, {name: each.bfloat16() for name, each in expected.items()})
+    assert assert_same({name: ema.average[name] for name in names}, expected)
+    assert assert_same({name: end[name] for name in names}, {name: each.bfloat16() for name, each in expected.items()})
     run(3, None)
     parts, _, trainer, _ = run(8, "auto")
-    assert same(dict(parts.average), dict(ema.average))
+    assert assert_same(dict(parts.average), dict(ema.average))
     newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
     rounded = Normed.load_from_checkpoint(newest, average="EMA", dtype=torch.bfloat16).state_dict()
-    assert same({name: rounded[name] for name in names}, {name: end[name] for name in names})
+    assert assert_same({name: rounded[name] for name in names}, {name: end[name] for name in names})
     trainer = bare_trainer(Path(), precision="bf16-true")
     trainer.validate(task := Normed(), loader(**DATA), newest, average="EMA")
-    assert same(task.state_dict(), end)
+    assert assert_same(task.state_dict(), end)
     assert main(["export", str(newest), "--average", "EMA", "--output", "average.safetensors"]) == 0
-    assert same({name: load_file("average.safetensors")[name] for name in names}, expected)
+    assert assert_same({name: load_file("average.safetensors")[name] for name in names}, expected)
 
 
 @pytest.mark.parametrize("hook", ["on_validation_epoch_end", "on_validation_end"])
@@ -272,18 +274,18 @@ def test_saving_in_a_validation_is_refused(callback, hook):
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_step_checkpoint"])
 def test_saving_after_a_validation_keeps_parameters(hook):
     kept, saver = (
-        Kept(),
+        RecordStates(),
         lumen.LambdaCallback(
             **{hook: lambda trainer, task: trainer.global_step == 6 and trainer.save_checkpoint("mine")}
         ),
     )
     fit(Path(), lumen.EMA(decay=0.8), kept, saver, resume=None, max_steps=6, val_check_interval=1.0)
-    assert same(Normed.load_from_checkpoint("mine", average="parameters").state_dict(), kept.states[-1])
+    assert assert_same(Normed.load_from_checkpoint("mine", average="parameters").state_dict(), kept.states[-1])
 
 
 @pytest.mark.parametrize("callback", [lumen.EMA(decay=0.8), lumen.SWA(0.02, 0)], ids=["EMA", "SWA"])
 def test_only_running_statistics_of_buffers_are_averaged(callback):
-    kept = Kept()
+    kept = RecordStates()
     fit(Path(), callback, kept, task=Buffered(), resume=None, max_steps=12)
     vectors = {name for name in kept.states[-1] if name.endswith(("._u", "._v"))}
     equal = {name for name, each in kept.states[-1].items() if torch.equal(callback.average[name], each)}
@@ -329,16 +331,16 @@ def test_evaluation_accepts_average_of_a_callback():
     ema = lumen.EMA(decay=0.7)
     states = train(ema, task=Normed(), val_check_interval=1.0)
     trainer = bare_trainer(Path())
-    expected, plain = loss_of(dict(ema.average)), loss_of(states[8])
+    expected, plain = compute_loss(dict(ema.average)), compute_loss(states[8])
     assert expected != plain
     task, data = Normed(), loader(**DATA)
     assert trainer.validate(task, data, RUN, average="EMA") == expected
-    assert same(task.state_dict(), dict(ema.average))
+    assert assert_same(task.state_dict(), dict(ema.average))
     assert trainer.validate(task, data, RUN, average="parameters") == plain
     assert trainer.validate(task, data, lumen.Weights(RUN, average="EMA")) == expected
     found = trainer.predict(task, data, ckpt_path=RUN, average="callbacks.EMA.average", return_predictions=False)
     assert found is None
-    assert same(task.state_dict(), dict(ema.average))
+    assert assert_same(task.state_dict(), dict(ema.average))
 
 
 def test_an_average_of_nothing_is_refused():

@@ -11,7 +11,7 @@ import lumen
 from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS
 from tests.helpers.scripted_values import Scripted, fit_scripted
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -95,7 +95,7 @@ class Seldom(Scripted):
             self.log(name, -float(self.current_epoch))
 
 
-def seldom(tmp_path, callbacks, names=("score",), **options):
+def fit_seldom(tmp_path, callbacks, names=("score",), **options):
     data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
     trainer = quiet_trainer(tmp_path, callbacks=callbacks, num_sanity_val_steps=0, **options)
     trainer.fit(Seldom(*names), data, val_dataloaders=data)
@@ -106,9 +106,9 @@ def test_callbacks_ignore_stale_values_even_after_resume(tmp_path):
     def callbacks():
         return [lumen.EarlyStopping("score", patience=1), lumen.ModelCheckpoint(monitor="score", save_top_k=9)]
 
-    seldom(tmp_path, callbacks(), check_val_every_n_epoch=2, max_epochs=3)
+    fit_seldom(tmp_path, callbacks(), check_val_every_n_epoch=2, max_epochs=3)
     stopping, saving = resumed = callbacks()
-    assert seldom(tmp_path, resumed, check_val_every_n_epoch=2, max_epochs=8, resume="auto").current_epoch == 8
+    assert fit_seldom(tmp_path, resumed, check_val_every_n_epoch=2, max_epochs=8, resume="auto").current_epoch == 8
     assert (stopping.best_score, stopping.wait_count) == (-7.0, 0)
     assert [*saving.best_k_models.values()] == [-7.0, -5.0, -3.0, -1.0]
 
@@ -116,10 +116,10 @@ def test_callbacks_ignore_stale_values_even_after_resume(tmp_path):
 @pytest.mark.parametrize("kind", [lumen.EarlyStopping, lumen.ModelCheckpoint])
 def test_unlogged_monitor_after_resume_raises(tmp_path, kind):
     options = {"check_val_every_n_epoch": 2}
-    seldom(tmp_path, [kind(monitor="score")], max_epochs=2, **options)
-    seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=3, resume="auto", **options)  # never validated
+    fit_seldom(tmp_path, [kind(monitor="score")], max_epochs=2, **options)
+    fit_seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=3, resume="auto", **options)  # never validated
     with pytest.raises(ConfigError, match="'score' was never logged since the run went on; logged so far: other"):
-        seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=8, resume="auto", **options)
+        fit_seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=8, resume="auto", **options)
 
 
 class PerStep(Scripted):
@@ -224,7 +224,7 @@ def test_named_callbacks_can_be_switched_off(tmp_path):
 
 
 def rows(tmp_path, name="run"):
-    return rows_of(tmp_path / "runs" / name / "metrics.csv")
+    return read_rows(tmp_path / "runs" / name / "metrics.csv")
 
 
 # ---------------------------------------------------------------------- functions as callbacks
@@ -262,7 +262,7 @@ class Sleepy(Scripted):
         return super().training_step(batch)
 
 
-def timed(tmp_path, timer, task=None, **options):
+def fit_with_timer(tmp_path, timer, task=None, **options):
     data = DataLoader(TensorDataset(torch.arange(8.0)), 2)
     trainer = quiet_trainer(tmp_path, callbacks=[timer, lumen.ModelCheckpoint()], **({"max_epochs": 5} | options))
     trainer.fit(task or Sleepy([1] * 9), data, val_dataloaders=data)
@@ -273,14 +273,14 @@ def timed(tmp_path, timer, task=None, **options):
 @pytest.mark.parametrize(("interval", "steps"), [("step", 3), ("epoch", 4)])
 def test_timer_ends_training_at_its_limit(tmp_path, interval, steps):
     timer = lumen.Timer({"seconds": 0.12}, interval)
-    trainer = timed(tmp_path, timer)
+    trainer = fit_with_timer(tmp_path, timer)
     assert trainer.global_step == steps
     assert timer.time_elapsed() == pytest.approx(0.05 * steps)
     assert timer.time_remaining() == pytest.approx(0.12 - 0.05 * steps)
 
 
 def test_a_timer_waits_for_the_minimum_of_steps(tmp_path):
-    assert timed(tmp_path, lumen.Timer({"seconds": 0.01}), min_steps=6).global_step == 6
+    assert fit_with_timer(tmp_path, lumen.Timer({"seconds": 0.01}), min_steps=6).global_step == 6
 
 
 def test_a_timer_tells_the_time_of_each_stage(tmp_path, clock):
@@ -288,7 +288,7 @@ def test_a_timer_tells_the_time_of_each_stage(tmp_path, clock):
     assert timer.start_time() is timer.end_time("test") is timer.time_remaining() is None
     assert timer.time_elapsed("train") == timer.time_elapsed("validate") == 0.0
     began = clock.now_s
-    trainer = timed(tmp_path, timer, max_epochs=1)
+    trainer = fit_with_timer(tmp_path, timer, max_epochs=1)
     assert timer.time_elapsed("train") == pytest.approx(0.2)
     assert began <= timer.start_time("train") <= timer.start_time("validate") <= timer.end_time("validate")
     assert timer.time_elapsed("validate") == timer.end_time("validate") - timer.start_time("validate")
@@ -306,11 +306,11 @@ def test_a_timer_tells_the_time_of_each_stage(tmp_path, clock):
 
 def test_timer_counts_resumed_time_and_accepts_more(tmp_path, clock):
     first = lumen.Timer({"seconds": 0.12})
-    assert timed(tmp_path, first).global_step == 3
+    assert fit_with_timer(tmp_path, first).global_step == 3
     same = lumen.Timer({"seconds": 0.12})
-    assert timed(tmp_path, same, resume="auto").global_step == 3
+    assert fit_with_timer(tmp_path, same, resume="auto").global_step == 3
     longer = lumen.Timer({"seconds": first.time_elapsed() + 0.12})
-    trainer = timed(tmp_path, longer, resume="auto")
+    trainer = fit_with_timer(tmp_path, longer, resume="auto")
     assert 4 <= trainer.global_step <= 6
     assert longer.time_elapsed() == trainer.run.progress.elapsed_s >= first.time_elapsed() + 0.12
 
@@ -323,7 +323,7 @@ def test_every_clock_stops_when_the_run_fails(tmp_path):
 
     timer = lumen.Timer()
     with pytest.raises(RuntimeError, match="on purpose"):
-        timed(tmp_path, timer, Failing([1]))
+        fit_with_timer(tmp_path, timer, Failing([1]))
     assert timer.end_time("validate") is not None
     assert timer.end_time("train") is not None
 
@@ -331,7 +331,7 @@ def test_every_clock_stops_when_the_run_fails(tmp_path):
 # ---------------------------------------------------------------------- optimizer settings
 
 
-def optimized(tmp_path, monitor, make, **options):
+def fit_with_monitor(tmp_path, monitor, make, **options):
     class Scheduled(Regression):
         def configure_optimizers(self):
             optimizer = make(self.net)
@@ -346,7 +346,7 @@ def optimized(tmp_path, monitor, make, **options):
 
 def test_lr_monitor_logs_rate_momentum_and_weight_decay(tmp_path):
     monitor = lumen.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
-    found = optimized(
+    found = fit_with_monitor(
         tmp_path, monitor, lambda net: torch.optim.SGD(net.parameters(), 0.5, momentum=0.75, weight_decay=0.125)
     )
     steps = [row for row in found if row["lr"]]
@@ -361,7 +361,7 @@ def test_lr_monitor_logs_first_update_of_each_epoch(tmp_path):
         groups = [{"params": net[0].parameters()}, {"params": net[3].parameters(), "lr": 0.25}]
         return torch.optim.AdamW(groups, 0.5, betas=(0.875, 0.99))
 
-    found = optimized(tmp_path, monitor, make)
+    found = fit_with_monitor(tmp_path, monitor, make)
     logged = [row for row in found if row["lr/group_0"]]
     assert [(row["step"], row["lr/group_0"], row["lr/group_1"]) for row in logged] == [
         ("2", "0.5", "0.25"),
@@ -376,14 +376,14 @@ def test_lr_monitor_names_groups_and_numbers_duplicates(tmp_path):
         parameters = list(net.parameters())
         return torch.optim.SGD([kind | {"params": [each]} for kind, each in zip(kinds, parameters, strict=True)], 0.5)
 
-    found = optimized(tmp_path, lumen.LearningRateMonitor(), make)
+    found = fit_with_monitor(tmp_path, lumen.LearningRateMonitor(), make)
     rates = {name: row for row in found[:1] for name, row in row.items() if name.startswith("lr")}
     assert rates == {"lr/low": "0.5", "lr/top 1": "0.5", "lr/top 2": "0.25", "lr/group_3": "0.5"}
 
 
 def test_lr_monitor_rejects_momentum_the_optimizer_lacks(tmp_path):
     with pytest.raises(ConfigError, match=r"Adagrad has no momentum\. Leave log_momentum out"):
-        optimized(
+        fit_with_monitor(
             tmp_path, lumen.LearningRateMonitor(log_momentum=True), lambda net: torch.optim.Adagrad(net.parameters())
         )
 

@@ -12,13 +12,13 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer,
 F64 = torch.float64
 
 
-def bringing(brings):
+def make_task_class(brings):
     """Return a class of tasks that configure the callbacks which `brings` makes."""
     return type("Bringing", (Regression,), {"configure_callbacks": lambda self: brings()})
 
 
-def task_of(brings, **options):
-    return bringing(brings)(**options)
+def make_task(brings, **options):
+    return make_task_class(brings)(**options)
 
 
 class Counting(lumen.Callback):
@@ -43,16 +43,16 @@ class More(Counting):
     pass
 
 
-def kinds(trainer):
+def list_callback_types(trainer):
     return [type(each).__name__ for each in trainer.callbacks]
 
 
 def test_configured_callbacks_join_before_savers_in_every_stage(tmp_path):
     for stage in ("fit", "validate", "test", "predict"):
         trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[lumen.Timer()])
-        before = kinds(trainer)
-        getattr(trainer, stage)(task_of(Counting), loader())
-        assert kinds(trainer) == [*before[:-1], "Counting", "ModelCheckpoint"]
+        before = list_callback_types(trainer)
+        getattr(trainer, stage)(make_task(Counting), loader())
+        assert list_callback_types(trainer) == [*before[:-1], "Counting", "ModelCheckpoint"]
 
 
 def test_configured_callback_replaces_its_class_and_bases(tmp_path, caplog):
@@ -60,8 +60,8 @@ def test_configured_callback_replaces_its_class_and_bases(tmp_path, caplog):
     mine = [Counting(), timer, lumen.Callback(), More(), Counting()]
     trainer = bare_trainer(tmp_path, max_steps=1, callbacks=mine, log_level="INFO")
     with caplog.at_level(logging.INFO, "lumen"):
-        trainer.fit(task_of(lambda: [More()]), loader())
-    assert kinds(trainer) == ["Timer", "Callback", "More"]
+        trainer.fit(make_task(lambda: [More()]), loader())
+    assert list_callback_types(trainer) == ["Timer", "Callback", "More"]
     assert trainer.callbacks[0] is timer
     assert trainer.callbacks[2].steps == 1
     assert "Bringing.configure_callbacks replace: Counting, More, Counting" in caplog.text
@@ -69,24 +69,24 @@ def test_configured_callback_replaces_its_class_and_bases(tmp_path, caplog):
 
 def test_configured_base_keeps_derived_callback_of_trainer(tmp_path):
     trainer = bare_trainer(tmp_path, max_steps=1, callbacks=[More()])
-    trainer.fit(task_of(lambda: [Counting()]), loader())
-    assert kinds(trainer) == ["More", "Counting"]
+    trainer.fit(make_task(lambda: [Counting()]), loader())
+    assert list_callback_types(trainer) == ["More", "Counting"]
 
 
 def test_a_second_fit_has_each_once_and_anew(tmp_path):
-    trainer, task = bare_trainer(tmp_path, max_steps=3), task_of(lambda: (Counting(), lumen.Timer()))
+    trainer, task = bare_trainer(tmp_path, max_steps=3), make_task(lambda: (Counting(), lumen.Timer()))
     trainer.fit(task, loader())
     first = trainer.callbacks
     assert first[0].steps == 3
     trainer.fit(task, loader())
-    assert kinds(trainer) == ["Counting", "Timer"]
+    assert list_callback_types(trainer) == ["Counting", "Timer"]
     assert not set(map(id, first)) & set(map(id, trainer.callbacks))
     assert trainer.callbacks[0].steps == 3
 
 
 def test_the_same_one_given_twice_acts_once(tmp_path):
     one = Counting()
-    trainer, task = bare_trainer(tmp_path, max_steps=3, callbacks=[one]), task_of(lambda: one)
+    trainer, task = bare_trainer(tmp_path, max_steps=3, callbacks=[one]), make_task(lambda: one)
     trainer.fit(task, loader())
     assert trainer.callbacks == [one]
     assert one.steps == 3
@@ -95,7 +95,7 @@ def test_the_same_one_given_twice_acts_once(tmp_path):
 def test_they_replace_the_defaults(tmp_path):
     brought = [lumen.ModelSummary(max_depth=2), lumen.ProgressBar(), lumen.ModelCheckpoint(dirpath=tmp_path / "own")]
     trainer = lumen.Trainer(max_steps=1, default_root_dir=tmp_path, callbacks=[lumen.ModelCheckpoint(monitor="loss")])
-    trainer.fit(task_of(lambda: brought), loader())
+    trainer.fit(make_task(lambda: brought), loader())
     assert [each for each in trainer.callbacks if isinstance(each, tuple(map(type, brought)))] == brought
     assert trainer.checkpoint_callback is brought[2]
     assert [each.name for each in (tmp_path / "own").glob("step-*")] == ["step-00000001"]
@@ -108,13 +108,13 @@ def test_configured_callbacks_resume_exactly(tmp_path, stop):
         return [Counting(), lumen.EMA(decay=0.5), lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1)]
 
     def run(name, steps):
-        task = task_of(bring, dtype=F64)
+        task = make_task(bring, dtype=F64)
         trainer = quiet_trainer(tmp_path / name, max_steps=steps, resume="auto")
         trainer.fit(task, loader(dtype=F64), loader(dtype=F64))
         last = trainer.checkpoint_callback.last_model_path
-        trained = bringing(bring).load_from_checkpoint(last, average="parameters")
+        trained = make_task_class(bring).load_from_checkpoint(last, average="parameters")
         counting = next(each for each in trainer.callbacks if isinstance(each, Counting))
-        return weights(task), weights(trained), kinds(trainer), counting.steps
+        return weights(task), weights(trained), list_callback_types(trainer), counting.steps
 
     straight = run("straight", 10)
     run("halves", stop)
@@ -128,7 +128,7 @@ def test_configured_callbacks_resume_exactly(tmp_path, stop):
 
 def test_one_that_stops_stops_the_run(tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=5)
-    trainer.fit(task_of(lambda: lumen.EarlyStopping("val_loss", patience=1, min_delta=9.0)), loader(), loader())
+    trainer.fit(make_task(lambda: lumen.EarlyStopping("val_loss", patience=1, min_delta=9.0)), loader(), loader())
     assert trainer.current_epoch == 2
     assert trainer.early_stopping_callback.stopped_epoch == 2
 
@@ -139,7 +139,7 @@ def test_accumulation_scheduler_of_task_replaces_that_of_trainer(tmp_path):
         steps = []
         for micro_batches in (2, 3) if twice else (2,):
             brings = lambda: lumen.GradientAccumulationScheduler({0: micro_batches})  # noqa: B023, E731
-            trainer.fit(task_of(brings), loader(48))
+            trainer.fit(make_task(brings), loader(48))
             steps.append(trainer.global_step)
         return steps
 
@@ -148,20 +148,20 @@ def test_accumulation_scheduler_of_task_replaces_that_of_trainer(tmp_path):
     assert sizes(twice=True) == [3, 2]
     with pytest.raises(ConfigError, match="both set the size of a step"):
         bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=6).fit(
-            task_of(lambda: lumen.GradientAccumulationScheduler({0: 2})), loader()
+            make_task(lambda: lumen.GradientAccumulationScheduler({0: 2})), loader()
         )
 
 
 def test_evaluation_after_fit_knows_the_best_checkpoint(tmp_path):
     trainer = quiet_trainer(tmp_path, max_epochs=2)
-    task = task_of(lambda: [Counting(), lumen.ModelCheckpoint(monitor="val_loss")])
+    task = make_task(lambda: [Counting(), lumen.ModelCheckpoint(monitor="val_loss")])
     trainer.fit(task, loader(), loader())
     best = trainer.checkpoint_callback.best_model_path
     assert best
     for _ in range(2):
         trainer.test(task, loader(), ckpt_path="best")
         assert trainer.checkpoint_callback.best_model_path == best
-    assert kinds(trainer).count("Counting") == 1
+    assert list_callback_types(trainer).count("Counting") == 1
 
 
 def test_roll_back_keeps_configured_callbacks(tmp_path):
@@ -179,7 +179,7 @@ def test_roll_back_keeps_configured_callbacks(tmp_path):
 
     saver = lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1)
     trainer = quiet_trainer(tmp_path, max_steps=5, callbacks=[saver])
-    trainer.fit(task_of(lambda: Back()), loader())
+    trainer.fit(make_task(lambda: Back()), loader())
     assert len(made) == 1
     assert made[0].asked == 1
     assert trainer.global_step == 5
@@ -188,7 +188,7 @@ def test_roll_back_keeps_configured_callbacks(tmp_path):
 def test_a_search_trains_without_them(tmp_path):
     made = []
     trainer = bare_trainer(tmp_path, max_steps=4)
-    task = task_of(lambda: made.append(Counting()) or made[-1])
+    task = make_task(lambda: made.append(Counting()) or made[-1])
     lumen.Tuner(trainer).lr_find(task, loader(), num_training=40, min_lr=1e-4, early_stop_threshold=None)
     assert made == []
 
@@ -207,12 +207,12 @@ def test_the_task_knows_its_trainer_and_its_hyperparameters(tmp_path):
 
 
 def test_savers_have_no_place_where_nothing_is_saved(tmp_path):
-    task = task_of(lambda: [lumen.ModelCheckpoint(), Counting()])
+    task = make_task(lambda: [lumen.ModelCheckpoint(), Counting()])
     with pytest.raises(ConfigError, match=r"is False, but Bringing.configure_callbacks returned a ModelCheckpoint"):
         quiet_trainer(tmp_path, max_steps=1, enable_checkpointing=False).fit(task, loader())
     trainer = quiet_trainer(tmp_path, enable_checkpointing=False)
     trainer.test(task, loader())
-    assert kinds(trainer)[-1] == "Counting"
+    assert list_callback_types(trainer)[-1] == "Counting"
     assert trainer.checkpoint_callback is None
     trainer = quiet_trainer(tmp_path, max_steps=1, fast_dev_run=True)
     trainer.fit(task, loader())
@@ -236,12 +236,12 @@ def one_twice():
 def test_invalid_configured_callbacks_raise_one_error(tmp_path, brings, message):
     trainer = bare_trainer(tmp_path, max_steps=1)
     with pytest.raises(ConfigError, match=message):
-        trainer.fit(task_of(brings), loader())
+        trainer.fit(make_task(brings), loader())
 
 
 def test_two_with_one_state_key_are_one_error(tmp_path):
     with pytest.raises(ConfigError, match="the same state_key: Counting"):
-        quiet_trainer(tmp_path, max_steps=1).fit(task_of(lambda: [Counting(), Counting()]), loader())
+        quiet_trainer(tmp_path, max_steps=1).fit(make_task(lambda: [Counting(), Counting()]), loader())
 
 
 class Property(Regression):
@@ -275,15 +275,15 @@ def test_their_hooks_are_checked_as_those_of_others(tmp_path):
             pass
 
     with pytest.raises(ConfigError, match="Old defines methods that Lumen does not call for a callback"):
-        bare_trainer(tmp_path, max_steps=1).fit(task_of(Old), loader())
+        bare_trainer(tmp_path, max_steps=1).fit(make_task(Old), loader())
 
 
 def test_nested_run_keeps_callbacks_of_the_trainer(tmp_path):
     class Nested(lumen.Callback):
         def on_train_start(self, trainer, task):
             with pytest.raises(ConfigError, match="this trainer is in a run"):
-                trainer.validate(task_of(More), loader())
+                trainer.validate(make_task(More), loader())
 
     trainer = bare_trainer(tmp_path, max_steps=1, callbacks=[Nested()])
-    trainer.fit(task_of(Counting), loader())
-    assert kinds(trainer) == ["Nested", "Counting"]
+    trainer.fit(make_task(Counting), loader())
+    assert list_callback_types(trainer) == ["Nested", "Counting"]

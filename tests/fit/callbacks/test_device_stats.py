@@ -8,7 +8,7 @@ import torch
 import lumen
 from lumen.callbacks.monitors import _CUDA_QUERIES, _measure_cuda
 from lumen.errors import ConfigError
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
 HOST = ["cpu_percent", "cpu_vm_percent", "cpu_swap_percent"]
@@ -23,7 +23,7 @@ def fit(tmp_path, *monitors, **options):
 
 
 def rows(trainer, file="system.csv"):
-    return rows_of(trainer.run_directory / file)
+    return read_rows(trainer.run_directory / file)
 
 
 def test_cpu_stats_are_recorded_at_each_logged_step(tmp_path):

@@ -7,38 +7,38 @@ from torch import nn
 import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.errors import ConfigError
-from tests.helpers.ema import Kept, Normed, averaged, fit
-from tests.helpers.manual_optimization import Gan, pair_loader
+from tests.helpers.ema import Normed, RecordStates, average_by_hand, fit
+from tests.helpers.manual_optimization import Gan, make_pair_loader
 from tests.helpers.tasks import loader, quiet_trainer
 
 
-def same(found, expected):
+def assert_same(found, expected):
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], each) for name, each in expected.items())
 
 
-def newest(trainer):
+def get_newest(trainer):
     return find_checkpoints(trainer.run_directory / "checkpoints")[-1]
 
 
 def test_ema_is_exact_and_stays_in_the_task(tmp_path):
-    first, ema, kept = Normed().state_dict(), lumen.EMA(decay=0.8), Kept()
+    first, ema, kept = Normed().state_dict(), lumen.EMA(decay=0.8), RecordStates()
     _, task = fit(tmp_path, ema, kept)
-    expected = averaged(kept.states, first, 0.8)
-    assert same(dict(ema.average), expected)
-    assert same(task.state_dict(), expected)
+    expected = average_by_hand(kept.states, first, 0.8)
+    assert assert_same(dict(ema.average), expected)
+    assert assert_same(task.state_dict(), expected)
 
 
 def test_validation_in_fit_uses_the_newest_average(tmp_path):
-    first, kept, seen = Normed().state_dict(), Kept(), []
+    first, kept, seen = Normed().state_dict(), RecordStates(), []
 
     class Watching(lumen.Callback):
         def on_validation_start(self, trainer, task):
             seen.append({name: each.clone() for name, each in task.state_dict().items()})
 
     trainer, _ = fit(tmp_path, lumen.EMA(decay=0.8), kept, Watching(), num_sanity_val_steps=0, max_steps=8)
-    assert same(seen[0], averaged(kept.states[:4], first, 0.8))
-    assert same(seen[1], averaged(kept.states[:8], first, 0.8))
+    assert assert_same(seen[0], average_by_hand(kept.states[:4], first, 0.8))
+    assert assert_same(seen[1], average_by_hand(kept.states[:8], first, 0.8))
     task = Normed()
     task.load_state_dict(seen[1])
     values = trainer.validate(task, loader(20, shuffle=False, dtype=torch.float64))[0]
@@ -53,7 +53,7 @@ def test_resumed_ema_equals_uninterrupted_run(tmp_path, cut):
     expected, _ = fit(tmp_path / "whole", whole)
     fit(tmp_path / "parts", lumen.EMA(decay=0.7, warmup=True), max_steps=cut)
     trainer, _ = fit(tmp_path / "parts", parts)
-    assert same(dict(parts.average), dict(whole.average))
+    assert assert_same(dict(parts.average), dict(whole.average))
     files = [(each.run_directory / "metrics.csv").read_bytes() for each in (expected, trainer)]
     assert files[0] == files[1]
 
@@ -63,13 +63,13 @@ def test_validation_error_restores_the_parameters(tmp_path):
         def validation_step(self, batch):
             raise ZeroDivisionError
 
-    kept = Kept()
+    kept = RecordStates()
     task = Failing()
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, lumen.EMA(decay=0.8), kept, task=task, num_sanity_val_steps=0)
-    alone = Kept()
+    alone = RecordStates()
     fit(tmp_path / "alone", alone, max_steps=4)
-    assert same(task.state_dict(), alone.states[3])
+    assert assert_same(task.state_dict(), alone.states[3])
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_validation_error_restores_the_parameters(tmp_path):
 )
 @pytest.mark.parametrize("val_check_interval", [1.0, 4])
 def test_when_and_how_far_it_moves(tmp_path, options, moves, val_check_interval):
-    first, ema, kept = Normed().state_dict(), lumen.EMA(decay=0.8, **options), Kept()
+    first, ema, kept = Normed().state_dict(), lumen.EMA(decay=0.8, **options), RecordStates()
     fit(tmp_path, ema, kept, val_check_interval=val_check_interval)
     expected = {name: each.clone() for name, each in first.items()}
     for step, decay in moves.items():
-        expected = averaged(kept.states[step - 1 : step], expected, decay)
+        expected = average_by_hand(kept.states[step - 1 : step], expected, decay)
     assert all(torch.equal(ema.average[name], each) for name, each in expected.items() if each.is_floating_point())
 
 
 def test_ema_without_buffers_uses_buffers_of_the_model(tmp_path):
-    ema, kept = lumen.EMA(decay=0.8, use_buffers=False), Kept()
+    ema, kept = lumen.EMA(decay=0.8, use_buffers=False), RecordStates()
     _, task = fit(tmp_path, ema, kept)
     assert ema.average.keys() == dict(task.named_parameters()).keys()
     assert torch.equal(task.net[1].running_mean, kept.states[-1]["net.1.running_mean"])
@@ -112,9 +112,9 @@ def test_updates_that_overflow_do_not_move_it(tmp_path):
 
 
 def test_ema_with_manual_optimization_updates_once_per_step(tmp_path):
-    first, ema, kept = Gan().state_dict(), lumen.EMA(decay=0.8), Kept()
-    quiet_trainer(tmp_path, max_steps=5, callbacks=[ema, kept]).fit(Gan(every=2), pair_loader())
-    assert same(dict(ema.average), averaged(kept.states, first, 0.8))
+    first, ema, kept = Gan().state_dict(), lumen.EMA(decay=0.8), RecordStates()
+    quiet_trainer(tmp_path, max_steps=5, callbacks=[ema, kept]).fit(Gan(every=2), make_pair_loader())
+    assert assert_same(dict(ema.average), average_by_hand(kept.states, first, 0.8))
 
 
 def test_what_it_cannot_be_is_refused(tmp_path):

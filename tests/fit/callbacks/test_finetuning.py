@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.finetuning import EPOCHS, Backbone, by_hand, finetune
+from tests.helpers.finetuning import EPOCHS, Backbone, finetune, finetune_by_hand
 from tests.helpers.group import assert_equal
 from tests.helpers.tasks import bare_trainer, loader
 
@@ -18,7 +18,7 @@ from tests.helpers.tasks import bare_trainer, loader
 @pytest.mark.parametrize("train_bn", [True, False])
 def test_backbone_finetuning_equals_manual_unfreezing(tmp_path, train_bn):
     ours, rates = finetune(tmp_path, lumen.BackboneFinetuning(2, train_bn=train_bn))
-    theirs, expected = by_hand(2, train_bn)
+    theirs, expected = finetune_by_hand(2, train_bn)
     assert_equal(ours, theirs)
     assert [len(each) for each in rates] == [1, 1, 2, 2, 2, 2]
     assert rates == expected

@@ -21,13 +21,13 @@ from tests.helpers.scripted_values import Scripted, fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
-def names(tmp_path, name="run"):
+def list_checkpoints(tmp_path, name="run"):
     return [path.name for path in sorted((tmp_path / "runs" / name / "checkpoints").iterdir())]
 
 
-def steps(tmp_path, name="run"):
+def list_steps(tmp_path, name="run"):
     """Return the steps of all checkpoints; any other file in their folder is an error."""
-    found = names(tmp_path, name)
+    found = list_checkpoints(tmp_path, name)
     assert found == [path.name for path in find_checkpoints(tmp_path / "runs" / name / "checkpoints")]
     return [int(each[5:]) for each in found]
 
@@ -63,7 +63,7 @@ def steps(tmp_path, name="run"):
 )
 def test_exactly_the_expected_checkpoints_are_kept(tmp_path, options, kept):
     fit_scripted(tmp_path, [9, 5, 1, 2, 8, 7], [lumen.ModelCheckpoint(**options)])
-    assert steps(tmp_path) == kept
+    assert list_steps(tmp_path) == kept
 
 
 class Counting(Regression):
@@ -85,7 +85,7 @@ def test_checkpoint_includes_task_changes_at_its_boundary(tmp_path):
         task = Counting(stops_at)
         quiet_trainer(tmp_path, max_epochs=1, resume=resume).fit(task, loader())
         assert task.boundaries == stops_at
-        assert steps(tmp_path, name) == [stops_at]  # the run ends at the step of the stop
+        assert list_steps(tmp_path, name) == [stops_at]  # the run ends at the step of the stop
         resume = tmp_path / "runs" / name
 
 
@@ -113,12 +113,12 @@ def test_stopping_in_on_step_checkpoint_raises(tmp_path):
     stop = lumen.LambdaCallback(on_step_checkpoint=lambda trainer, task: setattr(trainer, "should_stop", True))
     with pytest.raises(TrainingError, match="Set it in on_step_end"):
         quiet_trainer(tmp_path, max_epochs=1, callbacks=[stop]).fit(Regression(), loader())
-    assert not names(tmp_path)
+    assert not list_checkpoints(tmp_path)
 
 
 def test_the_interval_counts_from_the_last_save(tmp_path):
     fit_scripted(tmp_path, [1, 2], [lumen.ModelCheckpoint(train_time_interval=timedelta(microseconds=1), keep_last=-1)])
-    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert list_steps(tmp_path) == [1, 2, 3, 4]
 
 
 def test_several_savers_each_keep_what_they_say(tmp_path):
@@ -128,7 +128,7 @@ def test_several_savers_each_keep_what_they_say(tmp_path):
         lumen.ModelCheckpoint(every_n_train_steps=5, keep_last=1, at_end=False),
     ]
     fit_scripted(tmp_path, [9, 5, 1, 2, 8, 7], saving)
-    assert steps(tmp_path) == [2, 6, 10]
+    assert list_steps(tmp_path) == [2, 6, 10]
 
 
 def test_a_step_with_several_reasons_is_saved_once(tmp_path):
@@ -144,7 +144,7 @@ def test_a_step_with_several_reasons_is_saved_once(tmp_path):
         lumen.ModelCheckpoint(every_n_epochs=1, keep_last=-1),
     ]
     fit_scripted(tmp_path, [3, 2, 1], [Watching(), *saving])
-    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert list_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     for before, after in pairwise(written):
         assert before.items() <= after.items()
 
@@ -215,7 +215,7 @@ def test_reused_trainer_saves_each_run_separately(tmp_path):
     trainer = quiet_trainer(tmp_path, max_epochs=1)
     for _ in range(2):
         trainer.fit(Scripted([1]), data)
-    assert steps(tmp_path, "run") == steps(tmp_path, "run-2") == [2]
+    assert list_steps(tmp_path, "run") == list_steps(tmp_path, "run-2") == [2]
 
 
 # ---------------------------------------------------------------------- resumed runs
@@ -227,10 +227,10 @@ def test_resumed_run_ranks_old_and_new_checkpoints(tmp_path):
 
     values = [9, 1, 2, 8, 3, 7]
     fit_scripted(tmp_path, values, [saving()], max_epochs=3)
-    assert steps(tmp_path) == [4, 6]
+    assert list_steps(tmp_path) == [4, 6]
     resumed = saving()
     fit_scripted(tmp_path, values, [resumed], resume="auto")
-    assert steps(tmp_path) == [4, 6, 12]
+    assert list_steps(tmp_path) == [4, 6, 12]
     assert list(resumed.best_k_models.values()) == [1.0, 2.0]
 
 
@@ -241,7 +241,7 @@ def test_new_run_from_checkpoint_keeps_the_old_run(tmp_path):
     fit_scripted(
         tmp_path, [3, 2, 1], [lumen.ModelCheckpoint(monitor="score", keep_last=1, save_top_k=0)], resume=source
     )
-    assert steps(tmp_path, "run-2") == [6]
+    assert list_steps(tmp_path, "run-2") == [6]
     assert before == {path: path.read_bytes() for path in (tmp_path / "runs/run").rglob("*") if path.is_file()}
 
 
@@ -256,7 +256,7 @@ def test_resume_source_is_kept_until_a_newer_commit(tmp_path):
     trainer = quiet_trainer(tmp_path, callbacks=[lumen.ModelCheckpoint(keep_last=0)], max_epochs=2, resume="auto")
     with pytest.raises(RuntimeError, match="on purpose"):
         trainer.fit(Fails([3, 2]), data)
-    assert steps(tmp_path) == [2]
+    assert list_steps(tmp_path) == [2]
 
 
 def test_a_best_checkpoint_that_somebody_removed_is_forgotten(tmp_path):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 import lumen
 from lumen.checkpoint import Checkpoint
 from lumen.errors import NonFiniteLoss
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer, regression_data
 
 FAILS_AT = 8  # with 5 steps an epoch, in the middle of the second one
@@ -22,7 +22,7 @@ class Failure(Exception):
 class Normed(Regression):
     """Task with BatchNorm, dropout and a metric over the epoch, which all change within a step."""
 
-    fails = True
+    fit_and_fail = True
 
     def __init__(self, dropout=0.2, **options):
         super().__init__(dropout=dropout, **options)
@@ -95,7 +95,7 @@ class FailsInUpdate(Normed):
 class Broken(Dataset):
     """Data set that fails at a sample of the fourth batch of an epoch, after a test has armed it."""
 
-    fails = False
+    fit_and_fail = False
 
     def __init__(self):
         self.data = regression_data(40)
@@ -109,28 +109,28 @@ class Broken(Dataset):
         return self.data[0][index], self.data[1][index]
 
 
-def saving(dirpath=None, **options):
+def make_saver(dirpath=None, **options):
     return [lumen.OnExceptionCheckpoint(dirpath), lumen.ModelCheckpoint(**({"every_n_epochs": 1} | options))]
 
 
 def fit(tmp_path, task, data=None, **options):
-    options.setdefault("callbacks", saving())
+    options.setdefault("callbacks", make_saver())
     trainer = quiet_trainer(tmp_path, **({"max_epochs": 3, "log_every_n_steps": 1, "val_check_interval": 2} | options))
     trainer.fit(task, data or loader(40), val_dataloaders=loader(20, shuffle=False))
     return trainer
 
 
-def fails(tmp_path, task, data=None, **options):
+def fit_and_fail(tmp_path, task, data=None, **options):
     with pytest.raises(Failure):
         fit(tmp_path, task, data, **options)
 
 
-def names(tmp_path):
+def list_checkpoints(tmp_path):
     return [path.name for path in sorted((tmp_path / "runs/run/checkpoints").iterdir())]
 
 
 def record(tmp_path, name="run"):
-    return rows_of(tmp_path / "runs" / name / "metrics.csv")
+    return read_rows(tmp_path / "runs" / name / "metrics.csv")
 
 
 def assert_same(task, other):
@@ -146,8 +146,8 @@ def test_a_failure_in_a_validation_costs_nothing(tmp_path, kind):
     whole = kind()
     whole.fails = False
     fit(tmp_path / "whole", whole)
-    fails(tmp_path, kind())
-    assert names(tmp_path) == ["step-00000005", "step-00000008-validating"]
+    fit_and_fail(tmp_path, kind())
+    assert list_checkpoints(tmp_path) == ["step-00000005", "step-00000008-validating"]
     task = kind()
     task.fails = False
     fit(tmp_path, task, resume="auto")
@@ -165,8 +165,8 @@ def test_a_failure_while_data_is_loaded_costs_nothing(tmp_path):
 
     whole = Normed()
     fit(tmp_path / "whole", whole, data(False))
-    fails(tmp_path, Normed(), data(True), callbacks=saving(every_n_epochs=0))
-    assert names(tmp_path) == ["step-00000003"]
+    fit_and_fail(tmp_path, Normed(), data(True), callbacks=make_saver(every_n_epochs=0))
+    assert list_checkpoints(tmp_path) == ["step-00000003"]
     task = Normed()
     fit(tmp_path, task, data(False), resume="auto")
     assert_same(task, whole)
@@ -174,17 +174,17 @@ def test_a_failure_while_data_is_loaded_costs_nothing(tmp_path):
 
 
 def test_saved_boundary_is_not_saved_again_on_exception(tmp_path):
-    fails(tmp_path, FailsInStep(), callbacks=saving(every_n_train_steps=4, every_n_epochs=0))
-    assert names(tmp_path) == ["step-00000004", "step-00000008"]
+    fit_and_fail(tmp_path, FailsInStep(), callbacks=make_saver(every_n_train_steps=4, every_n_epochs=0))
+    assert list_checkpoints(tmp_path) == ["step-00000004", "step-00000008"]
 
 
 def test_checkpoints_of_failures_count_among_the_others(tmp_path):
     saving = lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, on_best=False, keep_last=1)
-    fails(tmp_path, FailsInValidation(), callbacks=[lumen.OnExceptionCheckpoint(), saving])
-    newest = Checkpoint.open(tmp_path / "runs/run/checkpoints" / names(tmp_path)[-1])
+    fit_and_fail(tmp_path, FailsInValidation(), callbacks=[lumen.OnExceptionCheckpoint(), saving])
+    newest = Checkpoint.open(tmp_path / "runs/run/checkpoints" / list_checkpoints(tmp_path)[-1])
     assert newest.path.name == "step-00000008-validating"
-    assert newest.info["best"] == names(tmp_path)[0]
-    assert len(names(tmp_path)) <= 2
+    assert newest.info["best"] == list_checkpoints(tmp_path)[0]
+    assert len(list_checkpoints(tmp_path)) <= 2
 
 
 # ---------------------------------------------------------------------- within a step: resumed by path only
@@ -194,8 +194,8 @@ def test_checkpoints_of_failures_count_among_the_others(tmp_path):
 def test_failure_before_update_saves_previous_parameters(tmp_path, kind):
     until = Normed()
     fit(tmp_path / "until", until, max_steps=FAILS_AT)
-    fails(tmp_path, kind())
-    assert names(tmp_path) == ["exception-step-00000008", "step-00000005"]
+    fit_and_fail(tmp_path, kind())
+    assert list_checkpoints(tmp_path) == ["exception-step-00000008", "step-00000005"]
     path = tmp_path / "runs/run/checkpoints/exception-step-00000008"
     for (name, expected), saved in zip(
         until.named_parameters(), kind.load_from_checkpoint(path).parameters(), strict=True
@@ -209,16 +209,16 @@ def test_auto_resume_ignores_exception_checkpoints(tmp_path):
     whole = FailsInStep()
     whole.fails = False
     fit(tmp_path / "whole", whole)
-    fails(tmp_path, FailsInStep())
+    fit_and_fail(tmp_path, FailsInStep())
     task = FailsInStep()
     task.fails = False
     assert fit(tmp_path, task, resume="auto").run.checkpoint.path.name == "step-00000005"
     assert_same(task, whole)
-    assert "exception-step-00000008" in names(tmp_path)
+    assert "exception-step-00000008" in list_checkpoints(tmp_path)
 
 
 def test_exception_checkpoint_trains_each_remaining_sample_once(tmp_path):
-    fails(tmp_path, FailsInStep())
+    fit_and_fail(tmp_path, FailsInStep())
     seen = []
 
     class Seen(Normed):
@@ -244,24 +244,24 @@ def test_failure_after_update_saves_the_new_parameters(tmp_path):
 
     until = Normed()
     fit(tmp_path / "until", until, max_steps=FAILS_AT + 1)
-    fails(tmp_path, AfterEight())
-    assert names(tmp_path) == ["exception-step-00000009", "step-00000005"]
+    fit_and_fail(tmp_path, AfterEight())
+    assert list_checkpoints(tmp_path) == ["exception-step-00000009", "step-00000005"]
     assert_same(until, Normed.load_from_checkpoint(tmp_path / "runs/run/checkpoints/exception-step-00000009"))
 
 
 def test_second_failure_keeps_the_first_exception_checkpoint(tmp_path):
     for _ in range(2):
-        fails(tmp_path, FailsInStep(), resume="auto")
-    assert names(tmp_path) == ["exception-step-00000008", "exception-step-00000008-1", "step-00000005"]
+        fit_and_fail(tmp_path, FailsInStep(), resume="auto")
+    assert list_checkpoints(tmp_path) == ["exception-step-00000008", "exception-step-00000008-1", "step-00000005"]
 
 
 def test_all_of_them_may_go_to_another_place(tmp_path):
     for kind in (FailsInStep, FailsInValidation):
-        fails(tmp_path, kind(), callbacks=saving(tmp_path / "failed"))
+        fit_and_fail(tmp_path, kind(), callbacks=make_saver(tmp_path / "failed"))
     assert sorted(path.name for path in (tmp_path / "failed").iterdir()) == [
         "exception-step-00000008", "exception-step-00000008-1"
     ]  # fmt: skip
-    assert names(tmp_path) == ["step-00000005"]
+    assert list_checkpoints(tmp_path) == ["step-00000005"]
 
 
 # ---------------------------------------------------------------------- no checkpoint
@@ -269,8 +269,8 @@ def test_all_of_them_may_go_to_another_place(tmp_path):
 
 def test_failure_inside_update_saves_nothing_and_warns(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "lumen"):
-        fails(tmp_path, FailsInUpdate(), log_level="WARNING")
-    assert names(tmp_path) == ["step-00000005"]
+        fit_and_fail(tmp_path, FailsInUpdate(), log_level="WARNING")
+    assert list_checkpoints(tmp_path) == ["step-00000005"]
     assert "no checkpoint is saved on this exception: the exception was raised inside optimizer.step" in caplog.text
 
 
@@ -282,12 +282,12 @@ def test_a_loss_that_is_not_finite_saves_nothing(tmp_path):
 
     with pytest.raises(NonFiniteLoss):
         fit(tmp_path, Diverges())
-    assert names(tmp_path) == ["step-00000005"]
+    assert list_checkpoints(tmp_path) == ["step-00000005"]
 
 
 def test_failed_exception_save_keeps_the_original_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    fails(tmp_path, FailsInStep(), callbacks=saving(tmp_path / "file/below"), log_level="CRITICAL")
+    fit_and_fail(tmp_path, FailsInStep(), callbacks=make_saver(tmp_path / "file/below"), log_level="CRITICAL")
 
 
 def test_failure_before_first_update_saves_nothing(tmp_path):
@@ -300,8 +300,8 @@ def test_failure_before_first_update_saves_nothing(tmp_path):
         def test_step(self, batch):
             raise Failure
 
-    fails(tmp_path, FailsAtOnce())
-    assert names(tmp_path) == []
+    fit_and_fail(tmp_path, FailsAtOnce())
+    assert list_checkpoints(tmp_path) == []
     trainer = fit(tmp_path, Normed(), max_steps=2, callbacks=[lumen.OnExceptionCheckpoint()])
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(Failure):

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError, DataError
-from tests.helpers.predictions import Doubling, data, read
-from tests.helpers.tasks import bare_trainer, numbers
+from tests.helpers.predictions import Doubling, make_data, read_predictions
+from tests.helpers.tasks import bare_trainer, make_numbers
 from tests.helpers.working_directory import LINE
 
 CONFIG = LINE
@@ -20,22 +20,22 @@ CONFIG = LINE
 
 def predict(tmp_path, writer, loaders=None, task=None, **options):
     trainer = bare_trainer(tmp_path, callbacks=[writer])
-    return trainer.predict(task or Doubling(), data() if loaders is None else loaders, **options)
+    return trainer.predict(task or Doubling(), make_data() if loaders is None else loaders, **options)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "jsonl", "parquet"])
 def test_each_sample_is_written_once_with_its_index(tmp_path, form):
     writer = lumen.PredictionWriter(tmp_path / "out", form)
     assert predict(tmp_path, writer, return_predictions=False) is None
-    assert read(tmp_path / "out") == [((0, number), 2 * number, [number] * 2) for number in range(10)]
+    assert read_predictions(tmp_path / "out") == [((0, number), 2 * number, [number] * 2) for number in range(10)]
     assert len(list((tmp_path / "out").iterdir())) == (4 if form == "safetensors" else 1)
 
 
 def test_several_loaders_and_samplers_tell_their_own_indices(tmp_path):
     torch.manual_seed(0)
-    sampled = DataLoader(numbers(10), 3, sampler=WeightedRandomSampler([1.0] * 10, 6))
-    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"), [data(4), sampled])
-    found = read(tmp_path / "out")
+    sampled = DataLoader(make_numbers(10), 3, sampler=WeightedRandomSampler([1.0] * 10, 6))
+    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"), [make_data(4), sampled])
+    found = read_predictions(tmp_path / "out")
     assert [place for place, *_ in found[:4]] == [(0, number) for number in range(4)]
     assert all(value == 2 * index and loader == 1 for (loader, index), value, _ in found[4:])
     assert len(found) == 10
@@ -48,9 +48,9 @@ def test_predictions_that_are_not_wanted_are_not_kept(tmp_path):
 
     watching = Watching()
     trainer = bare_trainer(tmp_path, callbacks=[watching])
-    assert trainer.predict(Doubling(), data(), return_predictions=False) is None
+    assert trainer.predict(Doubling(), make_data(), return_predictions=False) is None
     assert watching.kept == []
-    assert trainer.predict(Doubling(), data())[0]["value"].tolist() == [0, 2, 4]
+    assert trainer.predict(Doubling(), make_data())[0]["value"].tolist() == [0, 2, 4]
 
 
 def test_a_writer_of_ones_own_gets_lightnings_arguments(tmp_path):
@@ -66,7 +66,7 @@ def test_a_writer_of_ones_own_gets_lightnings_arguments(tmp_path):
             self.epochs.append(([[each["value"].tolist() for each in one] for one in predictions], batch_indices))
 
     own = Own()
-    predict(tmp_path, own, [data(4), data(2)])
+    predict(tmp_path, own, [make_data(4), make_data(2)])
     assert own.batches == [([0, 2, 4], [0, 1, 2], 0, 0), ([6], [3], 1, 0), ([0, 2], [0, 1], 0, 1)]
     assert own.epochs == [([[[0, 2, 4], [6]], [[0, 2]]], [[[0, 1, 2], [3]], [[0, 1]]])]
 
@@ -77,7 +77,7 @@ def test_predictions_of_one_loader_are_a_flat_list(tmp_path):
             self.given = [each["value"].tolist() for each in predictions], batch_indices
 
     own = Own("epoch")
-    predict(tmp_path, own, data(4))
+    predict(tmp_path, own, make_data(4))
     assert own.given == ([[0, 2, 4], [6]], [[[0, 1, 2], [3]]])
 
 
@@ -111,7 +111,7 @@ class Shaped(lumen.TaskModule):
 
 
 def test_parquet_keeps_dtypes_and_shapes(tmp_path):
-    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), [data(7), data(2)], Shaped())
+    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), [make_data(7), make_data(2)], Shaped())
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
         "predictions-0-rank-0.parquet", "predictions-1-rank-0.parquet",
     ]  # fmt: skip
@@ -128,7 +128,7 @@ def test_parquet_keeps_dtypes_and_shapes(tmp_path):
 
 
 def test_parquet_groups_many_rows(tmp_path):
-    loader = DataLoader(numbers(40_000), 1000)
+    loader = DataLoader(make_numbers(40_000), 1000)
     predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), loader, Doubling(), return_predictions=False)
     file = ParquetFile(tmp_path / "out" / "predictions-0-rank-0.parquet")
     assert 2 <= file.num_row_groups <= 4

@@ -24,7 +24,7 @@ from lumen.callbacks import Callback, ProgressBar
 from lumen.callbacks.display import format_duration, format_megabytes, format_number, format_speed
 from lumen.errors import ConfigError
 from tests.helpers.clock import Clock
-from tests.helpers.progress_bar import BATCH, Task, loader, show_on, trainer, without_escapes
+from tests.helpers.progress_bar import BATCH, Task, make_loader, make_trainer, replace_console, strip_escapes
 from tests.helpers.terminal import HIDE, SHOW
 
 
@@ -35,12 +35,12 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> ProgressBar:
     return ProgressBar(refresh_per_second=1e9, plain_every_s=0.0)
 
 
-def frames(written: str) -> list[str]:
+def split_frames(written: str) -> list[str]:
     """Return the texts that the terminal showed, one per drawing."""
-    return [without_escapes(frame) for frame in re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", written)]
+    return [strip_escapes(frame) for frame in re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", written)]
 
 
-def pairs(text: str) -> Iterator[tuple[int, int]]:
+def find_pairs(text: str) -> Iterator[tuple[int, int]]:
     """Return the shown step, and the number that was logged at this step."""
     for step, value in re.findall(r"step (\d+)\D.*?\bnumber ([\d.]+)", text, re.DOTALL):
         yield int(step), int(float(value))
@@ -50,9 +50,9 @@ def pairs(text: str) -> Iterator[tuple[int, int]]:
 
 
 def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=2).fit(
-        Task(pause_s=0.002), loader(6), val_dataloaders=loader(2)
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=2).fit(
+        Task(pause_s=0.002), make_loader(6), val_dataloaders=make_loader(2)
     )
     lines = [line for line in written().splitlines() if re.match(r"step \d+/12 · epoch 2/2 · ", line)]
     assert re.fullmatch(
@@ -65,14 +65,16 @@ def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatc
 
 def test_plain_lines_show_a_validation_in_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The line of training has no new values while a validation runs."""
-    written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=1).fit(Task(), loader(2), val_dataloaders=loader(3))
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=1).fit(
+        Task(), make_loader(2), val_dataloaders=make_loader(3)
+    )
     lines = written().splitlines()
     assert [done for done in (1, 2, 3) if any(line.startswith(f"validation {done}/3") for line in lines)] == [1, 2, 3]
 
 
 def test_the_total_follows_data_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written, data = show_on(monkeypatch, terminal=False), [(torch.ones(2),)] * 8
+    written, data = replace_console(monkeypatch, terminal=False), [(torch.ones(2),)] * 8
     growing = lumen.LambdaCallback(on_train_epoch_end=lambda trainer, task: data.extend(data[:4]))
     bar = ProgressBar(plain_every_s=0.0)
     settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -83,24 +85,24 @@ def test_the_total_follows_data_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_total_counts_steps_with_scheduled_accumulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = show_on(monkeypatch, terminal=False)
+    written = replace_console(monkeypatch, terminal=False)
     bar = ProgressBar(plain_every_s=0.0)
-    trainer(tmp_path, bar, max_epochs=4, accumulate_grad_batches={1: 2, 3: 6}).fit(Task(), loader(6))
+    make_trainer(tmp_path, bar, max_epochs=4, accumulate_grad_batches={1: 2, 3: 6}).fit(Task(), make_loader(6))
     shown = re.findall(r"step (\d+)/(\d+) · epoch (\d)/4", written())
     assert {total for _, total, _ in shown} == {"13"}
     assert dict(map(itemgetter(2, 0), shown)) == {"1": "6", "2": "9", "3": "12", "4": "13"}  # the last of each epoch
 
 
 def test_plain_lines_show_values_of_their_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=9).fit(Task(), loader(20))
-    assert list(pairs(written())) == [(step, step) for step in range(1, 10)]
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=9).fit(Task(), make_loader(20))
+    assert list(find_pairs(written())) == [(step, step) for step in range(1, 10)]
 
 
 def test_samples_per_second_match_steps_and_batch_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=30, accumulate_grad_batches=3).fit(
-        Task(pause_s=0.003), loader(90)
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=30, accumulate_grad_batches=3).fit(
+        Task(pause_s=0.003), make_loader(90)
     )
     rates = [
         (float(steps), float(samples.replace(",", "")))
@@ -125,10 +127,10 @@ def test_plain_lines_follow_interval_at_validations_and_end(
                 due_at_s = clock.read() + plain_every_s
             time.sleep(0.06)
 
-    written = show_on(monkeypatch, terminal=False)
-    run = trainer(tmp_path, ProgressBar(plain_every_s=plain_every_s), max_epochs=4, num_sanity_val_steps=0)
+    written = replace_console(monkeypatch, terminal=False)
+    run = make_trainer(tmp_path, ProgressBar(plain_every_s=plain_every_s), max_epochs=4, num_sanity_val_steps=0)
     run.callbacks.append(Expects())
-    run.fit(Task(), loader(6), val_dataloaders=loader(2))
+    run.fit(Task(), make_loader(6), val_dataloaders=make_loader(2))
     shown = [line.split(" · ")[:4] for line in written().splitlines() if line.startswith("step")]
     expected = [
         [
@@ -147,17 +149,17 @@ def test_plain_lines_follow_interval_at_validations_and_end(
 
 
 def test_no_time_is_left_when_no_step_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
-    written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=5).fit(Task(pause_s=0.01), loader(5))
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=5).fit(Task(pause_s=0.01), make_loader(5))
     assert re.findall(r"step (\d)/5 .* · (0:00:\d\d left|took)", written()) == [
         *((str(step), "0:00:01 left") for step in range(1, 5)), ("5", "took"),
     ]  # fmt: skip
 
 
 def test_default_bar_shows_loss_and_first_validation_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = show_on(monkeypatch, terminal=False)
+    written = replace_console(monkeypatch, terminal=False)
     task = Task(bar=False)
-    trainer(tmp_path, max_epochs=1).fit(task, loader(5), val_dataloaders=loader(2))
+    make_trainer(tmp_path, max_epochs=1).fit(task, make_loader(5), val_dataloaders=make_loader(2))
     assert f"loss {format_number(task.losses[-1], 4)} · val_number 1005 · unasked 7.000 · " in written()
 
 
@@ -167,27 +169,31 @@ def test_epoch_mean_is_shown_once_available(monkeypatch: pytest.MonkeyPatch, tmp
             self.log("mean", float(self.global_step), on_step=False, on_epoch=True, prog_bar=True)
             return super().training_step(batch)
 
-    written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=2).fit(Means(), loader(3))
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=2).fit(Means(), make_loader(3))
     shown = re.findall(r"step (\d)/6 .*? · mean ([\d.]+)", written())
     assert shown == [(step, "1.000") for step in "345"] + [("6", "4.000")]
 
 
 def test_the_sanity_check_leaves_no_values_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=2).fit(Task(), loader(5), val_dataloaders=loader(2))
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=2).fit(
+        Task(), make_loader(5), val_dataloaders=make_loader(2)
+    )
     assert "sanity check 1/2" in written()
     assert "val_number" not in written()
 
 
 def test_a_time_limit_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = show_on(monkeypatch, terminal=False)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_time=timedelta(hours=30), max_epochs=1).fit(Task(), loader(3))
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_time=timedelta(hours=30), max_epochs=1).fit(
+        Task(), make_loader(3)
+    )
     assert "step 3/3 " in written()
-    written = show_on(monkeypatch, terminal=False)
+    written = replace_console(monkeypatch, terminal=False)
     stop = Task()
     stop.at[2] = lambda: setattr(stop.trainer, "should_stop", True)
-    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_time=timedelta(hours=30)).fit(stop, loader(3))
+    make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_time=timedelta(hours=30)).fit(stop, make_loader(3))
     assert re.search(r"^step 1 · epoch 1 · number 1.000 .* · 1 day, [56]:\d\d:\d\d left$", written(), re.MULTILINE)
 
 
@@ -196,25 +202,25 @@ def test_data_without_length_has_no_bar(monkeypatch: pytest.MonkeyPatch, tmp_pat
         def __iter__(self) -> Iterator[list[torch.Tensor]]:
             return iter([[torch.ones(BATCH, 2)]] * 3)
 
-    written = show_on(monkeypatch, terminal=True)
+    written = replace_console(monkeypatch, terminal=True)
     task = Task(pause_s=0.01)
     task.at[8] = lambda: setattr(task.trainer, "should_stop", True)
-    trainer(tmp_path, max_time=timedelta(hours=1)).fit(task, DataLoader(Stream(), batch_size=None))
-    assert "step 0 · epoch 0 ━" in without_escapes(written())  # the bar of the time limit
-    written = show_on(monkeypatch, terminal=True)
-    trainer(tmp_path, max_epochs=2).fit(Task(pause_s=0.01), DataLoader(Stream(), batch_size=None))
-    assert re.search(r"step 6 · epoch 2/2 · took", frames(written())[-1])
+    make_trainer(tmp_path, max_time=timedelta(hours=1)).fit(task, DataLoader(Stream(), batch_size=None))
+    assert "step 0 · epoch 0 ━" in strip_escapes(written())  # the bar of the time limit
+    written = replace_console(monkeypatch, terminal=True)
+    make_trainer(tmp_path, max_epochs=2).fit(Task(pause_s=0.01), DataLoader(Stream(), batch_size=None))
+    assert re.search(r"step 6 · epoch 2/2 · took", split_frames(written())[-1])
     assert "━" not in written()
 
 
 def test_evaluation_ends_in_one_line_with_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for terminal in (False, True):
-        written = show_on(monkeypatch, terminal=terminal)
-        task, judge = Task(), trainer(tmp_path)
-        judge.test(task, [loader(2), loader(3)])
-        judge.validate(task, loader(4))
-        judge.predict(task, loader(3))
-        text = re.sub(r"\s+", " ", without_escapes(written()))
+        written = replace_console(monkeypatch, terminal=terminal)
+        task, judge = Task(), make_trainer(tmp_path)
+        judge.test(task, [make_loader(2), make_loader(3)])
+        judge.validate(task, make_loader(4))
+        judge.predict(task, make_loader(3))
+        text = re.sub(r"\s+", " ", strip_escapes(written()))
         assert re.search(r"test 5/5 · (took 0:00:00 |)test_a/dataloader_idx_0 0.000 · test_b/dataloader_idx_0 1", text)
         assert re.search(r"validation 4/4 · (took 0:00:00 |)val_number 1000", text)
         assert "predict 3/3 · took 0:00:00" in text
@@ -222,7 +228,7 @@ def test_evaluation_ends_in_one_line_with_values(monkeypatch: pytest.MonkeyPatch
         assert written().count(HIDE) == written().count(SHOW) == 3 * terminal
 
 
-class Judged(Task):
+class LogsGivenValues(Task):
     """Task whose validations return given values and take a second each; each of its steps takes a tenth."""
 
     def __init__(self, *scores: float) -> None:
@@ -234,19 +240,19 @@ class Judged(Task):
         self.log_dict({"score": self.scores[self.global_step // 5 - 1], "a": 1.0, "b": 2.0, "c": 3.0})
 
 
-def judged(folder: Path, bar: ProgressBar, steps: int, *scores: float, **options: Any) -> None:
+def fit_judged(folder: Path, bar: ProgressBar, steps: int, *scores: float, **options: Any) -> None:
     """Train with a validation after every fifth step."""
     settings: dict[str, Any] = {"enable_checkpointing": True, "num_sanity_val_steps": 0, **options}
-    run = trainer(folder, bar, max_steps=steps, val_check_interval=5, **settings)
+    run = make_trainer(folder, bar, max_steps=steps, val_check_interval=5, **settings)
     run.callbacks.insert(0, lumen.ModelCheckpoint(monitor="score", mode="max", keep_last=1))
-    run.fit(Judged(*scores), loader(100), val_dataloaders=loader(1))
+    run.fit(LogsGivenValues(*scores), make_loader(100), val_dataloaders=make_loader(1))
 
 
 def test_time_left_includes_remaining_validations(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
 ) -> None:
-    written = show_on(monkeypatch, terminal=False)
-    judged(tmp_path, ProgressBar(plain_every_s=0.0), 24, *[1.0] * 4, enable_checkpointing=False)
+    written = replace_console(monkeypatch, terminal=False)
+    fit_judged(tmp_path, ProgressBar(plain_every_s=0.0), 24, *[1.0] * 4, enable_checkpointing=False)
     left = re.findall(r"^step (\d+)/24 .* · 0:00:(\d\d) left$", written(), re.MULTILINE)
     seconds = {int(step): int(left_s) for step, left_s in left}
     assert seconds == {
@@ -257,8 +263,8 @@ def test_time_left_includes_remaining_validations(
 def test_best_validation_is_marked_also_after_resume(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     for steps, scores, resume in ((15, (0.5, 0.75, 0.25), None), (25, (0, 0, 0, 0.625, 0.875), "auto")):
-        written = show_on(monkeypatch, terminal=False)
-        judged(tmp_path, ProgressBar(plain_every_s=0.0), steps, *scores, name="run", resume=resume)
+        written = replace_console(monkeypatch, terminal=False)
+        fit_judged(tmp_path, ProgressBar(plain_every_s=0.0), steps, *scores, name="run", resume=resume)
         best = re.findall(r"^step (\d+)/.* score ([\d.]+) \(best so far\) ", written(), re.MULTILINE)
         assert best == ([("5", "0.5000"), ("10", "0.7500")] if resume is None else [("25", "0.8750")])
 
@@ -269,12 +275,12 @@ def test_best_validation_is_marked_also_after_resume(monkeypatch: pytest.MonkeyP
 def test_each_validation_leaves_one_line_above_the_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     for options in ({}, {"enable_progress_bar": False}):
-        written = show_on(monkeypatch, terminal=True)
-        run = trainer(tmp_path, max_steps=15, val_check_interval=5, **options)
+        written = replace_console(monkeypatch, terminal=True)
+        run = make_trainer(tmp_path, max_steps=15, val_check_interval=5, **options)
         run.callbacks = [each for each in run.callbacks if not options or not isinstance(each, ProgressBar)]
         run.callbacks.append(lumen.EarlyStopping("score", mode="max"))
-        run.fit(Judged(0.5, 0.75, 0.25), loader(100), val_dataloaders=loader(1))
-        lines = [line for line in without_escapes(written()).splitlines() if " · score " in line and "MB" not in line]
+        run.fit(LogsGivenValues(0.5, 0.75, 0.25), make_loader(100), val_dataloaders=make_loader(1))
+        lines = [line for line in strip_escapes(written()).splitlines() if " · score " in line and "MB" not in line]
         assert [line for line in lines if line.startswith("step")] == (
             []
             if options
@@ -290,11 +296,11 @@ def test_each_validation_leaves_one_line_above_the_bar(monkeypatch: pytest.Monke
 def test_a_terminal_shows_everything_within_its_width(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar, width: int
 ) -> None:
-    written = show_on(monkeypatch, terminal=True, width=width)
-    trainer(tmp_path, every_step, max_epochs=2, log_level="WARNING").fit(
-        Task(pause_s=0.002), loader(20), val_dataloaders=loader(8)
+    written = replace_console(monkeypatch, terminal=True, width=width)
+    make_trainer(tmp_path, every_step, max_epochs=2, log_level="WARNING").fit(
+        Task(pause_s=0.002), make_loader(20), val_dataloaders=make_loader(8)
     )
-    seen = frames(written())
+    seen = split_frames(written())
     assert all(len(line) <= width for frame in seen for line in frame.splitlines())
     training = [frame for frame in seen if re.search(r"step (2[1-9]|3\d)/40 · epoch 2/2", frame)]
     assert len(training) == 19
@@ -313,35 +319,35 @@ def test_a_terminal_shows_everything_within_its_width(
 def test_frames_show_values_of_their_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar
 ) -> None:
-    written = show_on(monkeypatch, terminal=True)
-    trainer(tmp_path, every_step, max_steps=30).fit(Task(), loader(20))
-    shown = [pair for frame in frames(written()) for pair in pairs(frame)]
+    written = replace_console(monkeypatch, terminal=True)
+    make_trainer(tmp_path, every_step, max_steps=30).fit(Task(), make_loader(20))
+    shown = [pair for frame in split_frames(written()) for pair in find_pairs(frame)]
     assert all(step == value for step, value in shown)
     assert {step for step, _ in shown} == set(range(1, 31))
 
 
 def test_bar_covers_epoch_or_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar) -> None:
-    written = show_on(monkeypatch, terminal=True)
-    trainer(tmp_path, every_step, max_epochs=3).fit(Task(), loader(20))
-    shown = re.findall(r"step (\d+)/60 · epoch (\d)/3 [━╸╺]+ (\d+) %", without_escapes(written()))
+    written = replace_console(monkeypatch, terminal=True)
+    make_trainer(tmp_path, every_step, max_epochs=3).fit(Task(), make_loader(20))
+    shown = re.findall(r"step (\d+)/60 · epoch (\d)/3 [━╸╺]+ (\d+) %", strip_escapes(written()))
     assert len(shown) >= 60
     expected = {(step, step // 20 + 1, step % 20 * 5) for step in range(1, 60) if step % 20}
     expected |= {(0, 0, 0), (20, 1, 100), (40, 2, 100)}
     assert {(int(step), int(epoch), int(percent)) for step, epoch, percent in shown} == expected
 
-    written = show_on(monkeypatch, terminal=True)
-    trainer(tmp_path, every_step, max_steps=10).fit(Task(), loader(20))
-    shown = re.findall(r"step (\d+)/10 · epoch [01] [━╸╺]+ (\d+) %", without_escapes(written()))
+    written = replace_console(monkeypatch, terminal=True)
+    make_trainer(tmp_path, every_step, max_steps=10).fit(Task(), make_loader(20))
+    shown = re.findall(r"step (\d+)/10 · epoch [01] [━╸╺]+ (\d+) %", strip_escapes(written()))
     assert len(shown) >= 10
     assert all(int(percent) == 10 * int(step) for step, percent in shown)
 
 
 def test_terminal_refresh_rate_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
-    written = show_on(monkeypatch, terminal=True)
+    written = replace_console(monkeypatch, terminal=True)
     start = clock.read()
-    trainer(tmp_path, ProgressBar(refresh_per_second=5), max_steps=100).fit(Task(pause_s=0.01), loader(100))
+    make_trainer(tmp_path, ProgressBar(refresh_per_second=5), max_steps=100).fit(Task(pause_s=0.01), make_loader(100))
     took_s = clock.read() - start
-    assert 3 <= len(frames(written())) <= 5 * took_s + 4  # also at the start, at the end, and at closing
+    assert 3 <= len(split_frames(written())) <= 5 * took_s + 4  # also at the start, at the end, and at closing
 
 
 def test_a_slow_terminal_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
@@ -353,21 +359,21 @@ def test_a_slow_terminal_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch, tm
     screen = Console(file=Slow(), force_terminal=True, width=80, soft_wrap=True, _environ={"TERM": "xterm"})
     monkeypatch.setattr("lumen.console.console", screen)
     start = clock.read()
-    trainer(tmp_path, ProgressBar(refresh_per_second=1e9), max_steps=100).fit(Task(pause_s=0.01), loader(100))
+    make_trainer(tmp_path, ProgressBar(refresh_per_second=1e9), max_steps=100).fit(Task(pause_s=0.01), make_loader(100))
     took_s = clock.read() - start
-    assert 3 <= len(frames(screen.file.getvalue())) <= took_s / 0.3 + 4  # 0.003 s is 1 % of 0.3 s
+    assert 3 <= len(split_frames(screen.file.getvalue())) <= took_s / 0.3 + 4  # 0.003 s is 1 % of 0.3 s
 
 
 def test_messages_stay_whole_above_the_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = show_on(monkeypatch, terminal=True)
+    written = replace_console(monkeypatch, terminal=True)
     task = Task(pause_s=0.01)
     task.at[5] = lambda: task.print("[first] message")
-    trainer(tmp_path, max_steps=20).fit(task, loader(20))
-    above = next(frame for frame in frames(written()) if "message" in frame)
+    make_trainer(tmp_path, max_steps=20).fit(task, make_loader(20))
+    above = next(frame for frame in split_frames(written()) if "message" in frame)
     message, bar, *_ = above.splitlines()
     assert message == "[first] message"
     assert bar.startswith("step ")
-    assert frames(written())[-1].splitlines()[-1] == "finished: max_steps=20 reached at step 20, epoch 1"
+    assert split_frames(written())[-1].splitlines()[-1] == "finished: max_steps=20 reached at step 20, epoch 1"
 
 
 def fail() -> None:
@@ -383,18 +389,18 @@ class FailsInValidation(Callback):
 def test_no_live_display_remains_after_error_or_stop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
-    written = show_on(monkeypatch, terminal=True)
+    written = replace_console(monkeypatch, terminal=True)
     task = Task(pause_s=0.01)
     task.at = {12: {"step": fail, "stop": lambda: os.kill(os.getpid(), signal.SIGINT)}.get(place, lambda: None)}
-    run = trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
+    run = make_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
     run.callbacks += [FailsInValidation()] * (place == "validation")
     with pytest.raises(KeyboardInterrupt if place == "stop" else RuntimeError):
-        run.fit(task, loader(20), val_dataloaders=loader(2))
+        run.fit(task, make_loader(20), val_dataloaders=make_loader(2))
     assert written().count(HIDE) == 1
     assert SHOW in written().rpartition(HIDE)[2]
     if place == "stop":
-        assert "step 12/20" in frames(written())[-1]
-        assert (12, 12) in pairs(frames(written())[-1])
+        assert "step 12/20" in split_frames(written())[-1]
+        assert (12, 12) in find_pairs(split_frames(written())[-1])
     before = written()
     lumen.console.console.print("afterwards")
     assert written().removeprefix(before) == "afterwards\n"
@@ -413,13 +419,13 @@ def test_the_bar_does_not_change_the_training(monkeypatch: pytest.MonkeyPatch, t
 
     weights = []
     for shown in (True, False):
-        show_on(monkeypatch, terminal=True)
+        replace_console(monkeypatch, terminal=True)
         torch.manual_seed(0)
         task = Drops()
         lumen.Trainer(
             max_epochs=3, seed=1, logger=False, enable_checkpointing=False, enable_progress_bar=shown,
             callbacks=ProgressBar(refresh_per_second=1e6) if shown else None, default_root_dir=tmp_path,
-        ).fit(task, loader(20), val_dataloaders=loader(3))  # fmt: skip
+        ).fit(task, make_loader(20), val_dataloaders=make_loader(3))  # fmt: skip
         weights.append(task.net.weight.detach().clone())
     assert torch.equal(*weights)
 
@@ -440,10 +446,10 @@ def test_showing_never_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path:
             self.log("on_device", loss * 0 + self.global_step + 1, prog_bar=True)
             return loss
 
-    written = show_on(monkeypatch, terminal=False)
-    run = trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=50, accelerator="cuda")
+    written = replace_console(monkeypatch, terminal=False)
+    run = make_trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=50, accelerator="cuda")
     run.callbacks = [Allows("error"), *run.callbacks, Allows("default")]
-    run.fit(OnDevice(), loader(50))
+    run.fit(OnDevice(), make_loader(50))
     shown = re.findall(r"step (\d+)/50 .*number ([\d.]+) · on_device ([\d.]+) ", written())
     assert len(shown) >= 10
     assert all(int(step) == float(value) == float(on_device) for step, value, on_device in shown)

@@ -18,7 +18,7 @@ from tests.promises.lives import final_state
 BATCH = 4
 
 
-def data(*spikes, steps=20, kept=None):
+def make_loader(*spikes, steps=20, kept=None):
     """Return an ordered loader with some targets far off; `kept` selects its batches."""
     inputs, targets = regression_data(steps * BATCH)
     for batch in spikes:
@@ -27,11 +27,11 @@ def data(*spikes, steps=20, kept=None):
     return DataLoader(TensorDataset(inputs[rows], targets[rows]), BATCH)
 
 
-def detection(**options):
+def make_detection(**options):
     return lumen.SpikeDetection(**{"rtol": 9.0, "warmup": 3, "action": "rollback", "before": 3, "after": 1} | options)
 
 
-def often(**options):
+def save_often(**options):
     return lumen.ModelCheckpoint(**{"every_n_train_steps": 2, "keep_last": 4} | options)
 
 
@@ -43,8 +43,10 @@ def fit(path, batches, *callbacks, **options):
 
 
 def test_rolled_back_run_equals_run_without_skipped_data(tmp_path):
-    trainer, task = fit(tmp_path, data(11), detection(), often(), log_every_n_steps=1, log_level="INFO")
-    _, without = fit(tmp_path / "without", data(kept=[*range(8), *range(13, 20)]))
+    trainer, task = fit(
+        tmp_path, make_loader(11), make_detection(), save_often(), log_every_n_steps=1, log_level="INFO"
+    )
+    _, without = fit(tmp_path / "without", make_loader(kept=[*range(8), *range(13, 20)]))
     assert (trainer.global_step, trainer.progress.left_out) == (15, [[8, 13]])
     assert torch.equal(weights(task), weights(without))
     assert trainer.run_directory == tmp_path / "runs" / "run"
@@ -58,20 +60,20 @@ def test_rolled_back_run_equals_run_without_skipped_data(tmp_path):
 def test_which_checkpoint_it_goes_back_to_changes_nothing(tmp_path):
     ends = []
     for every in (1, 5):
-        _, task = fit(tmp_path / str(every), data(11), detection(), often(every_n_train_steps=every))
+        _, task = fit(tmp_path / str(every), make_loader(11), make_detection(), save_often(every_n_train_steps=every))
         ends.append(weights(task))
     assert torch.equal(*ends)
 
 
 def test_rolls_back_at_each_spike_up_to_limit(tmp_path):
-    trainer, task = fit(tmp_path, data(6, 15), detection(max_rollbacks=2), often())
-    _, without = fit(tmp_path / "without", data(kept=[0, 1, 2, 8, 9, 10, 11, 17, 18, 19]))
+    trainer, task = fit(tmp_path, make_loader(6, 15), make_detection(max_rollbacks=2), save_often())
+    _, without = fit(tmp_path / "without", make_loader(kept=[0, 1, 2, 8, 9, 10, 11, 17, 18, 19]))
     assert trainer.progress.left_out == [[3, 8], [12, 17]]
     assert torch.equal(weights(task), weights(without))
     with pytest.raises(
         TrainingError, match=r"rolled back 1 times, and there is a further spike after step 10 .*before"
     ):
-        fit(tmp_path / "once", data(6, 15), detection(max_rollbacks=1), often())
+        fit(tmp_path / "once", make_loader(6, 15), make_detection(max_rollbacks=1), save_often())
 
 
 class Unsaved(Regression):
@@ -88,8 +90,8 @@ class Unsaved(Regression):
 
 def test_unsaved_buffers_go_back_as_after_a_kill(tmp_path):
     ends = []
-    for name, callbacks in (("back", [detection(), often()]), ("killed", [])):
-        batches = data(11) if callbacks else data(kept=[*range(8), *range(13, 20)])
+    for name, callbacks in (("back", [make_detection(), save_often()]), ("killed", [])):
+        batches = make_loader(11) if callbacks else make_loader(kept=[*range(8), *range(13, 20)])
         for steps in [20] if callbacks else [8, 15]:  # a new process builds its task again
             task = Unsaved()
             options = {"max_steps": steps, "resume": "auto", "callbacks": [*callbacks]}
@@ -135,7 +137,7 @@ def test_rolled_back_run_equals_resume_with_skipped_batches(tmp_path, workers):
             lumen.BackboneFinetuning(1, train_bn=False),
             lumen.EMA(0.9),
             lumen.ModelCheckpoint(every_n_train_steps=2, keep_last=-1, monitor="val_loss"),
-            detection(before=4, after=3),
+            make_detection(before=4, after=3),
         ]
         torch.manual_seed(5)
         loader = DataLoader(Drawing(32), 4, shuffle=True, num_workers=workers)
@@ -162,9 +164,9 @@ class Interrupted(lumen.Callback):
 
 def test_interrupt_at_spike_rolls_back_on_resume(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, data(11), detection(), often(), Interrupted())
-    trainer, task = fit(tmp_path, data(11), detection(), often(), resume="auto")
-    _, without = fit(tmp_path / "without", data(kept=[*range(8), *range(13, 20)]))
+        fit(tmp_path, make_loader(11), make_detection(), save_often(), Interrupted())
+    trainer, task = fit(tmp_path, make_loader(11), make_detection(), save_often(), resume="auto")
+    _, without = fit(tmp_path / "without", make_loader(kept=[*range(8), *range(13, 20)]))
     assert trainer.progress.left_out == [[8, 13]]
     assert torch.equal(weights(task), weights(without))
 
@@ -180,15 +182,17 @@ def test_a_stream_goes_back_too(tmp_path):
             return super().training_step(batch) * (1e4 if batch_idx == 8 else 1.0)
 
     task = Spiking()
-    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[detection(before=2), often()])
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[make_detection(before=2), save_often()])
     trainer.fit(task, DataLoader(Stream(), BATCH))
-    _, without = fit(tmp_path / "without", data(steps=12, kept=[*range(6), 10, 11]))
+    _, without = fit(tmp_path / "without", make_loader(steps=12, kept=[*range(6), 10, 11]))
     assert trainer.progress.left_out == [[6, 10]]
     assert torch.equal(weights(task), weights(without))
 
 
 def test_epoch_skipped_entirely_is_no_failure(tmp_path):
-    trainer, _ = fit(tmp_path, data(4, steps=5), detection(before=1, after=6), often(), max_epochs=None, max_steps=6)
+    trainer, _ = fit(
+        tmp_path, make_loader(4, steps=5), make_detection(before=1, after=6), save_often(), max_epochs=None, max_steps=6
+    )
     assert (trainer.global_step, trainer.current_epoch, trainer.progress.left_out) == (6, 2, [[3, 11]])
 
 
@@ -201,22 +205,22 @@ def test_epoch_skipped_entirely_is_no_failure(tmp_path):
 )
 def test_spike_without_earlier_checkpoint_ends_the_run(tmp_path, spike, options, says):
     with pytest.raises(TrainingError, match=says):
-        fit(tmp_path, data(spike), detection(**options), often(every_n_train_steps=3))
+        fit(tmp_path, make_loader(spike), make_detection(**options), save_often(every_n_train_steps=3))
     assert len(find_checkpoints(tmp_path / "runs" / "run" / "checkpoints")) == spike // 3
 
 
 def test_roll_back_requires_saved_checkpoints(tmp_path):
     """A fast_dev_run saves no checkpoint and skips the update."""
     with pytest.raises(ConfigError, match="needs checkpoints, but this run saves none"):
-        fit(tmp_path, data(), detection(), enable_checkpointing=False)
-    trainer, _ = fit(tmp_path, data(5), detection(), fast_dev_run=8)
+        fit(tmp_path, make_loader(), make_detection(), enable_checkpointing=False)
+    trainer, _ = fit(tmp_path, make_loader(5), make_detection(), fast_dev_run=8)
     assert trainer.global_step == 7
 
 
 def test_what_is_no_step_cannot_be_undone(tmp_path):
     calls = lumen.LambdaCallback(on_step_end=lambda trainer, *_: trainer.roll_back())
     with pytest.raises(TrainingError, match="roll_back: no step is in progress"):
-        fit(tmp_path, data(), calls)
+        fit(tmp_path, make_loader(), calls)
     calls = lumen.LambdaCallback(on_before_optimizer_step=lambda trainer, *_: trainer.roll_back(before=-1))
     with pytest.raises(ConfigError, match="before"):
-        fit(tmp_path, data(), calls)
+        fit(tmp_path, make_loader(), calls)

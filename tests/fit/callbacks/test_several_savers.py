@@ -22,7 +22,7 @@ DATA = DataLoader(TensorDataset(torch.arange(4.0)), 2)
 BEST, WORST, PLAIN = {"monitor": "loss"}, {"monitor": "loss", "mode": "max"}, {"every_n_train_steps": 1}
 
 
-def savers(*options):
+def make_savers(*options):
     return [lumen.ModelCheckpoint(**{"keep_last": 1} | each) for each in options]
 
 
@@ -37,7 +37,7 @@ def step(path):
     return path and int(Path(path).name[5:])
 
 
-def shown(directory, capsys):
+def read_best(directory, capsys):
     """Return the checkpoint that `lumen runs` marks as best."""
     capsys.readouterr()
     assert main(["runs", str(directory), "--json"]) == 0
@@ -57,20 +57,20 @@ def shown(directory, capsys):
     ],
 )
 def test_everybody_names_one_checkpoint_as_the_best(tmp_path, capsys, caplog, options, best, own):
-    trainer = fit(tmp_path, each := savers(*options))
+    trainer = fit(tmp_path, each := make_savers(*options))
     assert [step(callback.best_model_path) for callback in each] == own
     directory = tmp_path / "runs/run"
     assert step(trainer.checkpoint_callback.best_model_path) == best
     assert step(find_checkpoint("best", directory / "checkpoints").path) == best
-    assert shown(directory, capsys) == [best]
+    assert read_best(directory, capsys) == [best]
     assert main(["export", str(directory), "--which", "best", "--output", str(tmp_path / "w.safetensors")]) == 0
     task = Both.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
     assert torch.equal(load_file(tmp_path / "w.safetensors")["weight"], task.weight)
     evaluated = Both()
-    fit(tmp_path, savers(*options), epochs=6, resume="auto").validate(evaluated, DATA, ckpt_path="best")
+    fit(tmp_path, make_savers(*options), epochs=6, resume="auto").validate(evaluated, DATA, ckpt_path="best")
     assert torch.equal(evaluated.weight, task.weight)
     with caplog.at_level(logging.INFO, "lumen"):
-        fit(tmp_path, savers(*options), epochs=6, resume="best", log_level="INFO")
+        fit(tmp_path, make_savers(*options), epochs=6, resume="best", log_level="INFO")
     assert f"resuming from {directory}/checkpoints/step-{best:08d}" in caplog.text
 
 
@@ -84,7 +84,7 @@ def test_directory_and_callback_always_agree_on_best(tmp_path, options):
             there = find_checkpoint("best", newest[0].parent).path if trainer.current_epoch else ""
             said.append((str(there), trainer.checkpoint_callback.best_model_path))
 
-    fit(tmp_path, [lumen.LambdaCallback(on_train_batch_start=look), *savers(*options)])
+    fit(tmp_path, [lumen.LambdaCallback(on_train_batch_start=look), *make_savers(*options)])
     assert len(said) >= 10
     assert all(there == known for there, known in said)
 
@@ -92,9 +92,9 @@ def test_directory_and_callback_always_agree_on_best(tmp_path, options):
 @pytest.mark.parametrize("options", [(PLAIN, BEST), (PLAIN, WORST | {"save_top_k": 3}, BEST)])
 @pytest.mark.parametrize("cut", [2, 4])
 def test_every_checkpoint_holds_scores_of_all_savers(tmp_path, options, cut):
-    fit(tmp_path / "whole", whole := savers(*options))
-    fit(tmp_path, savers(*options), epochs=cut)
-    fit(tmp_path, resumed := savers(*options), resume="auto")
+    fit(tmp_path / "whole", whole := make_savers(*options))
+    fit(tmp_path, make_savers(*options), epochs=cut)
+    fit(tmp_path, resumed := make_savers(*options), resume="auto")
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours.scores == theirs.scores
         assert step(ours.best_model_path) == step(theirs.best_model_path)
@@ -108,21 +108,21 @@ def test_every_checkpoint_holds_scores_of_all_savers(tmp_path, options, cut):
 # ---------------------------------------------------------------------- several directories
 
 
-def places(tmp_path, *options):
-    return savers(*[given | {"dirpath": tmp_path / name} for name, given in zip("abc", options, strict=False)])
+def make_savers_in_places(tmp_path, *options):
+    return make_savers(*[given | {"dirpath": tmp_path / name} for name, given in zip("abc", options, strict=False)])
 
 
-def contents(tmp_path):
+def read_contents(tmp_path):
     return {name: sorted(path.name for path in (tmp_path / name).iterdir()) for name in "ab"}
 
 
 @pytest.mark.parametrize("options", [(BEST, PLAIN), (PLAIN, BEST), (BEST | {"keep_last": 3}, BEST), (WORST, BEST)])
 def test_run_resumes_from_newest_of_all_directories(tmp_path, options):
-    fit(tmp_path / "whole", places(tmp_path / "whole", *options))
-    fit(tmp_path, places(tmp_path, *options), epochs=3)
-    trainer = fit(tmp_path, resumed := places(tmp_path, *options), resume="auto")
+    fit(tmp_path / "whole", make_savers_in_places(tmp_path / "whole", *options))
+    fit(tmp_path, make_savers_in_places(tmp_path, *options), epochs=3)
+    trainer = fit(tmp_path, resumed := make_savers_in_places(tmp_path, *options), resume="auto")
     assert trainer.run.checkpoint.info["step"] == 6
-    assert contents(tmp_path) == contents(tmp_path / "whole")
+    assert read_contents(tmp_path) == read_contents(tmp_path / "whole")
     decides = resumed[0] if options[0] is not PLAIN else resumed[1]
     assert trainer.checkpoint_callback is decides
     evaluated = Both()
@@ -133,8 +133,8 @@ def test_run_resumes_from_newest_of_all_directories(tmp_path, options):
 @pytest.mark.parametrize(("lacks", "damaged"), [("a", None), ("b", None), (None, "a"), (None, "b")])
 def test_damaged_checkpoint_is_replaced_from_other_directory(tmp_path, lacks, damaged):
     often, seldom = {"every_n_train_steps": 1, "keep_last": 9}, {"every_n_train_steps": 2, "keep_last": 9}
-    fit(tmp_path / "whole", places(tmp_path / "whole", often, seldom), task=(whole := Both()))
-    fit(tmp_path, places(tmp_path, often, seldom), epochs=3)
+    fit(tmp_path / "whole", make_savers_in_places(tmp_path / "whole", often, seldom), task=(whole := Both()))
+    fit(tmp_path, make_savers_in_places(tmp_path, often, seldom), epochs=3)
     for name in filter(None, (lacks, damaged)):
         for number in (5, 6):
             path = tmp_path / name / f"step-{number:08d}"
@@ -142,24 +142,30 @@ def test_damaged_checkpoint_is_replaced_from_other_directory(tmp_path, lacks, da
                 shutil.rmtree(path)
             for file in path.glob("model/*"):
                 file.write_bytes(bytes(file.stat().st_size))
-    trainer = fit(tmp_path, places(tmp_path, often, seldom), resume="auto", log_level="CRITICAL", task=(task := Both()))
+    trainer = fit(
+        tmp_path,
+        make_savers_in_places(tmp_path, often, seldom),
+        resume="auto",
+        log_level="CRITICAL",
+        task=(task := Both()),
+    )
     assert trainer.run.checkpoint.path == tmp_path / ("b" if "a" in (lacks, damaged) else "a") / "step-00000006"
     assert torch.equal(task.weight, whole.weight)
 
 
 def test_checkpoints_of_another_run_are_left_alone(tmp_path):
-    fit(tmp_path, places(tmp_path, PLAIN, BEST))
-    before = contents(tmp_path)
+    fit(tmp_path, make_savers_in_places(tmp_path, PLAIN, BEST))
+    before = read_contents(tmp_path)
     for number, resume in enumerate((None, tmp_path / "b/step-00000004")):
         with pytest.raises(ConfigError, match="contains checkpoints of a different run"):
-            fit(tmp_path / str(number), places(tmp_path, PLAIN, BEST), resume=resume)
+            fit(tmp_path / str(number), make_savers_in_places(tmp_path, PLAIN, BEST), resume=resume)
     with pytest.raises(ConfigError, match="b contains checkpoints of a different run"):  # newer checkpoints exist
         fit(tmp_path / "2", [lumen.ModelCheckpoint(dirpath=tmp_path / "b")], resume=tmp_path / "b/step-00000004")
-    assert contents(tmp_path) == before
+    assert read_contents(tmp_path) == before
 
 
 def test_saver_without_monitor_has_no_best_checkpoint(tmp_path):
-    trainer = fit(tmp_path, savers(PLAIN, {"monitor": "loss", "save_top_k": 0}))
+    trainer = fit(tmp_path, make_savers(PLAIN, {"monitor": "loss", "save_top_k": 0}))
     plain, silent = trainer.checkpoint_callback, trainer.callbacks[-1]
     assert (plain.monitor, silent.monitor) == (None, "loss")
     assert plain.best_model_path == plain.last_model_path != ""  # as in Lightning
@@ -169,10 +175,10 @@ def test_saver_without_monitor_has_no_best_checkpoint(tmp_path):
 
 
 def test_exception_checkpoint_does_not_decide_the_best(tmp_path, capsys):
-    fit(tmp_path, savers(BEST, PLAIN))
+    fit(tmp_path, make_savers(BEST, PLAIN))
     folder = tmp_path / "runs/run/checkpoints"
     shutil.copytree(folder / "step-00000004", folder / "exception-step-00000013")
-    assert shown(tmp_path / "runs/run", capsys) == [4]
+    assert read_best(tmp_path / "runs/run", capsys) == [4]
     for file in (folder / "step-00000012").glob("model/*"):
         file.unlink()
-    assert shown(tmp_path / "runs/run", capsys) == [4]
+    assert read_best(tmp_path / "runs/run", capsys) == [4]

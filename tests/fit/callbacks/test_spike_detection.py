@@ -11,7 +11,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer, regression_da
 BATCH = 4
 
 
-def spiking(*batches, steps=12, size=20.0):
+def make_spiking_loader(*batches, steps=12, size=20.0):
     """Return an ordered loader with some targets far off."""
     inputs, targets = regression_data(steps * BATCH)
     for batch in batches:
@@ -29,7 +29,7 @@ def fit(tmp_path, data, callbacks=(), **options):
 @pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
 def test_a_spike_moves_nothing_and_is_no_step(tmp_path, monitor):
     detection = lumen.SpikeDetection(monitor, rtol=9.0, warmup=3)
-    trainer, task = fit(tmp_path, spiking(5, 8), [detection])
+    trainer, task = fit(tmp_path, make_spiking_loader(5, 8), [detection])
     assert (detection.spikes, trainer.global_step) == (2, 10)
     inputs, targets = regression_data(12 * BATCH)
     kept = [each for batch in range(12) if batch not in (5, 8) for each in range(batch * BATCH, (batch + 1) * BATCH)]
@@ -53,7 +53,7 @@ def test_spike_skips_schedule_step_and_is_logged(tmp_path):
     trainer = quiet_trainer(
         tmp_path, max_epochs=1, callbacks=[lumen.SpikeDetection(rtol=9.0, window=3), rate], log_level="INFO"
     )
-    trainer.fit(Scheduled(), spiking(5))
+    trainer.fit(Scheduled(), make_spiking_loader(5))
     assert rate.value == 1e-2 * 0.5**11
     said = [line for line in (trainer.run_directory / "run.log").read_text().splitlines() if "spike: loss " in line]
     assert len(said) == 1
@@ -63,20 +63,22 @@ def test_spike_skips_schedule_step_and_is_logged(tmp_path):
 
 def test_stop_action_stops_before_the_spiking_update(tmp_path):
     saver = lumen.ModelCheckpoint(at_end=True)
-    trainer, task = fit(tmp_path, spiking(5), [lumen.SpikeDetection(rtol=9.0, action="stop"), saver])
+    trainer, task = fit(tmp_path, make_spiking_loader(5), [lumen.SpikeDetection(rtol=9.0, action="stop"), saver])
     assert (trainer.global_step, trainer.run.ending.limit_reached) == (5, "stopped early")
-    _, five = fit(tmp_path, spiking(), max_steps=5)
+    _, five = fit(tmp_path, make_spiking_loader(), max_steps=5)
     assert torch.equal(weights(task), weights(five))
 
 
 def test_the_loss_is_that_of_the_whole_step(tmp_path):
     detection = lumen.SpikeDetection(rtol=9.0, warmup=2)
-    trainer, _ = fit(tmp_path, spiking(9), [detection], accumulate_grad_batches=4)
+    trainer, _ = fit(tmp_path, make_spiking_loader(9), [detection], accumulate_grad_batches=4)
     assert (detection.spikes, trainer.global_step) == (1, 2)
     none = lumen.SpikeDetection(rtol=9.0, warmup=2)
-    fit(tmp_path, spiking(9, size=4.0), [none], accumulate_grad_batches=4)  # the mean of four losses is not so far off
+    fit(
+        tmp_path, make_spiking_loader(9, size=4.0), [none], accumulate_grad_batches=4
+    )  # the mean of four losses is not so far off
     alone = lumen.SpikeDetection(rtol=9.0, warmup=2)
-    fit(tmp_path, spiking(9, size=4.0), [alone])
+    fit(tmp_path, make_spiking_loader(9, size=4.0), [alone])
     assert (none.spikes, alone.spikes) == (0, 1)
 
 
@@ -114,13 +116,13 @@ def test_loss_and_norm_respect_batch_weights(tmp_path):
 
 def test_values_that_stay_high_raise(tmp_path):
     with pytest.raises(TrainingError, match=r"4 updates in a row after step 5 are spikes: loss .*max_in_a_row"):
-        fit(tmp_path, spiking(*range(5, 12)), [lumen.SpikeDetection(rtol=9.0, max_in_a_row=3)])
+        fit(tmp_path, make_spiking_loader(*range(5, 12)), [lumen.SpikeDetection(rtol=9.0, max_in_a_row=3)])
 
 
 def test_fp16_scale_grows_despite_skipped_update(tmp_path):
     detection = lumen.SpikeDetection(rtol=9.0, warmup=3)
     precision = lumen.precision.Float16(init_scale=4.0, growth_interval=6)
-    trainer, _ = fit(tmp_path, spiking(5), [detection], precision=precision)
+    trainer, _ = fit(tmp_path, make_spiking_loader(5), [detection], precision=precision)
     assert (detection.spikes, trainer.global_step) == (1, 11)
     assert precision.state_dict()["scale"] == 16.0  # 12 steps without an overflow
 
@@ -134,7 +136,7 @@ def test_reevaluating_optimizer_is_judged_once_per_step(tmp_path):
     detection = lumen.SpikeDetection(rtol=9.0, warmup=3)
     task = TwiceEvaluated()
     trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[detection])
-    trainer.fit(task, spiking(5))
+    trainer.fit(task, make_spiking_loader(5))
     assert (detection.spikes, trainer.global_step, detection.state_dict()["seen"]) == (1, 11, 11)
 
 
@@ -142,11 +144,11 @@ def test_reevaluating_optimizer_is_judged_once_per_step(tmp_path):
 def test_skip_update_is_allowed_only_before_an_update(tmp_path, hook):
     calls = lumen.LambdaCallback(**{hook: lambda trainer, *_: trainer.skip_update()})
     if hook == "on_train_batch_start":
-        trainer, _ = fit(tmp_path, spiking(), [calls])
+        trainer, _ = fit(tmp_path, make_spiking_loader(), [calls])
         assert trainer.global_step == 0
         return
     with pytest.raises(TrainingError, match="skip_update: no update is about to be made"):
-        fit(tmp_path, spiking(), [calls])
+        fit(tmp_path, make_spiking_loader(), [calls])
 
 
 @pytest.mark.parametrize(

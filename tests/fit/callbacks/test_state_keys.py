@@ -23,29 +23,29 @@ def fit(tmp_path, callbacks, epochs=3, **options):
     return trainer
 
 
-def told(caplog):
+def collect_warnings(caplog):
     return [
         record.getMessage().partition("step-00000006 ")[2] for record in caplog.records if " start" in record.message
     ]
 
 
-def stoppers():
+def make_stoppers():
     return [lumen.EarlyStopping("loss", patience=9), lumen.EarlyStopping("score", patience=9, mode="max")]
 
 
-def savers():
+def make_savers():
     return [lumen.ModelCheckpoint(monitor="loss", save_top_k=2), lumen.ModelCheckpoint(monitor="score", mode="max")]
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_swapped_callbacks_go_on_with_their_own_state(tmp_path, caplog, order):
-    fit(tmp_path, [*stoppers(), *savers(), lumen.ModelCheckpoint(every_n_epochs=1, keep_last=9)])
-    stopping, saving = stoppers()[::order], savers()[::order]
+    fit(tmp_path, [*make_stoppers(), *make_savers(), lumen.ModelCheckpoint(every_n_epochs=1, keep_last=9)])
+    stopping, saving = make_stoppers()[::order], make_savers()[::order]
     with caplog.at_level(logging.INFO, "lumen"):
         fit(tmp_path, [*stopping, *saving], epochs=6)
     assert [(each.best_score, each.wait_count) for each in stopping[::order]] == [(4, 4), (30, 4)]
     assert [[*each.best_k_models.values()] for each in saving[::order]] == [[4, 5], [30]]
-    assert told(caplog) == []
+    assert collect_warnings(caplog) == []
 
 
 @pytest.mark.parametrize("change", [{"monitor": "score"}, {"mode": "max"}])
@@ -59,7 +59,7 @@ def test_state_of_other_monitor_is_ignored_and_reported(tmp_path, caplog, change
     seen = {"score": 11, "loss": 9}[other["monitor"]]  # of epochs 3 to 5 only
     assert (stopping.best_score, stopping.wait_count) == (saving.best_model_score, 0) == (seen, 0)
     old, new = "{'monitor': 'loss', 'mode': 'min'}", repr(other)
-    assert told(caplog) == [
+    assert collect_warnings(caplog) == [
         f"holds the state of EarlyStopping{old}, ModelCheckpoint{old}, which this run does not have; "
         f"EarlyStopping{new}, ModelCheckpoint{new} start with a new state"
     ]
@@ -70,7 +70,7 @@ def test_a_callback_that_finds_no_state_begins_anew(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lumen"):
         fit(tmp_path, [stopping := lumen.EarlyStopping("loss", patience=9)], epochs=6)
     assert (stopping.best_score, stopping.wait_count) == (7, 2)
-    assert told(caplog) == [
+    assert collect_warnings(caplog) == [
         "does not hold all states: EarlyStopping{'monitor': 'loss', 'mode': 'min'} starts with a new state"
     ]
 
@@ -111,7 +111,7 @@ def test_user_callbacks_are_matched_by_state_key(tmp_path):
     [
         (lambda: [Counting(1), Counting(10)], "Counting"),
         (lambda: [lumen.EarlyStopping("loss"), lumen.EarlyStopping("loss", patience=9)], "EarlyStopping{'monitor'"),
-        (lambda: savers()[:1] * 1 + savers()[:1], "ModelCheckpoint{'monitor': 'loss'"),
+        (lambda: make_savers()[:1] * 1 + make_savers()[:1], "ModelCheckpoint{'monitor': 'loss'"),
     ],
 )
 def test_duplicate_state_keys_raise_before_training(tmp_path, callbacks, key):
@@ -157,12 +157,12 @@ class Scheduled(Regression):
         return [optimizer], self.make(*optimizer.optimizers, optimizer)
 
 
-def one(kind, **options):
+def find_one(kind, **options):
     return lambda first, rest, both: [{"scheduler": kind(both), **options}]
 
 
-def plateau(monitor, **options):
-    return one(ReduceLROnPlateau, monitor=monitor, **options)
+def make_plateau(monitor, **options):
+    return find_one(ReduceLROnPlateau, monitor=monitor, **options)
 
 
 HALVING = [lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step), lambda optimizer: StepLR(optimizer, 3)]
@@ -176,17 +176,21 @@ HALVING = [lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step), lambda
             lambda first, rest, both: [HALVING[0](rest), HALVING[0](first)],
             ["LambdaLR of groups [0] every epoch", "LambdaLR of groups [1] every epoch"],
         ),
-        (plateau("val_loss"), plateau("loss_epoch"), ["ReduceLROnPlateau of val_loss every epoch", "of loss_epoch"]),
-        (one(HALVING[1]), one(HALVING[1], interval="step"), ["StepLR every epoch", "StepLR every step"]),
-        (one(HALVING[1]), one(HALVING[1], frequency=2), ["StepLR every epoch", "StepLR every 2 epochs"]),
         (
-            one(lambda both: Warmup(StepLR(both, 3), 2)),
-            one(lambda both: Warmup(CosineAnnealingLR(both, 9), 2)),
+            make_plateau("val_loss"),
+            make_plateau("loss_epoch"),
+            ["ReduceLROnPlateau of val_loss every epoch", "of loss_epoch"],
+        ),
+        (find_one(HALVING[1]), find_one(HALVING[1], interval="step"), ["StepLR every epoch", "StepLR every step"]),
+        (find_one(HALVING[1]), find_one(HALVING[1], frequency=2), ["StepLR every epoch", "StepLR every 2 epochs"]),
+        (
+            find_one(lambda both: Warmup(StepLR(both, 3), 2)),
+            find_one(lambda both: Warmup(CosineAnnealingLR(both, 9), 2)),
             ["Warmup(StepLR) every epoch", "Warmup(CosineAnnealingLR) every epoch"],
         ),
         (
-            one(lambda both: SequentialLR(both, [StepLR(both, 3), HALVING[0](both)], [2])),
-            one(lambda both: SequentialLR(both, [HALVING[0](both), StepLR(both, 3)], [2])),
+            find_one(lambda both: SequentialLR(both, [StepLR(both, 3), HALVING[0](both)], [2])),
+            find_one(lambda both: SequentialLR(both, [HALVING[0](both), StepLR(both, 3)], [2])),
             ["SequentialLR(StepLR, LambdaLR)", "SequentialLR(LambdaLR, StepLR)"],
         ),
     ],

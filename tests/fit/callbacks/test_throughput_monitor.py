@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lumen
 from lumen.callbacks.monitors import find_peak_flop_per_s
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 
 pytestmark = pytest.mark.usefixtures("clock")  # time passes only where steps, data and validations sleep
 BATCH = 4
@@ -65,12 +65,12 @@ def fit(folder: Path, task: Task, *, pause_s: float = 0.0, validation: bool = Fa
     return folder / "run"
 
 
-def records(directory: Path) -> list[dict[str, float]]:
-    return [{name: float(value) for name, value in row.items() if value} for row in rows_of(directory / "system.csv")]
+def read_records(directory: Path) -> list[dict[str, float]]:
+    return [{name: float(value) for name, value in row.items() if value} for row in read_rows(directory / "system.csv")]
 
 
 def test_speed_and_memory_are_recorded_at_logged_steps(tmp_path: Path) -> None:
-    rows = records(fit(tmp_path, Task(step_s=0.01)))
+    rows = read_records(fit(tmp_path, Task(step_s=0.01)))
     assert list(rows[0]) == [
         "step", "time_s", "steps_per_s", "batches_per_s", "samples_per_s", "data_wait_share", "memory_mb"
     ]  # fmt: skip
@@ -86,9 +86,9 @@ def test_speed_and_memory_are_recorded_at_logged_steps(tmp_path: Path) -> None:
 
 
 def test_data_wait_share_is_correct(tmp_path: Path) -> None:
-    waiting = records(fit(tmp_path / "data", Task(), pause_s=0.003))
-    computing = records(fit(tmp_path / "step", Task(step_s=0.012)))
-    both = records(fit(tmp_path / "both", Task(step_s=0.012), pause_s=0.001))
+    waiting = read_records(fit(tmp_path / "data", Task(), pause_s=0.003))
+    computing = read_records(fit(tmp_path / "step", Task(step_s=0.012)))
+    both = read_records(fit(tmp_path / "both", Task(step_s=0.012), pause_s=0.001))
     assert [row["data_wait_share"] for row in waiting] == [1.0] * 4
     assert [row["data_wait_share"] for row in computing] == [0.0] * 4
     assert [row["data_wait_share"] for row in both] == pytest.approx([0.25] * 4, abs=1e-3)
@@ -96,7 +96,7 @@ def test_data_wait_share_is_correct(tmp_path: Path) -> None:
 
 def test_validation_time_is_excluded_from_speed(tmp_path: Path) -> None:
     task = Task(step_s=0.01, validation_s=0.5)
-    rows = records(fit(tmp_path, task, validation=True, val_check_interval=5, num_sanity_val_steps=0))
+    rows = read_records(fit(tmp_path, task, validation=True, val_check_interval=5, num_sanity_val_steps=0))
     assert rows[-1]["time_s"] >= 20 * 0.01 + 3 * 0.5
     assert [row["steps_per_s"] for row in rows] == pytest.approx([100.0] * 4)
 
@@ -115,7 +115,7 @@ def test_a_run_without_loggers_records_nothing(tmp_path: Path) -> None:
 
 def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
     fit(tmp_path, Task(step_s=0.01), max_steps=10)
-    rows = records(fit(tmp_path, Task(step_s=0.01), resume="auto"))
+    rows = read_records(fit(tmp_path, Task(step_s=0.01), resume="auto"))
     assert [row["step"] for row in rows] == [5, 10, 15, 20]
     assert rows[2]["time_s"] == pytest.approx(rows[1]["time_s"] + 0.05, abs=1e-3)
     assert rows[2]["steps_per_s"] == pytest.approx(100)
@@ -128,7 +128,9 @@ def test_window_averages_speed_over_time(tmp_path: Path) -> None:
             return super().training_step(batch)
 
     last, whole = (
-        records(fit(tmp_path / str(window_s), Faster(), callbacks=[lumen.ThroughputMonitor(window_s=window_s)]))[-1]
+        read_records(fit(tmp_path / str(window_s), Faster(), callbacks=[lumen.ThroughputMonitor(window_s=window_s)]))[
+            -1
+        ]
         for window_s in (0.0, 60.0)
     )
     assert last["steps_per_s"] == pytest.approx(100)
@@ -147,7 +149,7 @@ def test_batch_weights_are_counted_as_units(tmp_path: Path, weighs: str) -> None
             def batch_weight(self, batch: torch.Tensor) -> float:
                 return 10.0 * len(batch)
 
-    for row in records(fit(tmp_path, Weighing(), accumulate_grad_batches=2)):
+    for row in read_records(fit(tmp_path, Weighing(), accumulate_grad_batches=2)):
         assert row["units_per_s"] == pytest.approx(10 * row["samples_per_s"])
         assert row["batches_per_s"] == pytest.approx(2 * row["steps_per_s"])
 
@@ -184,7 +186,7 @@ def train(folder: Path, task: lumen.TaskModule, measure: bool, **options: Any) -
     )
     generator = torch.Generator().manual_seed(0)
     trainer.fit(task, DataLoader(torch.randn(24, 6, generator=generator), batch_size=BATCH))  # type: ignore[arg-type]
-    return records(folder / "run")
+    return read_records(folder / "run")
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ class AddingTask(Trained):
         self.adding(checkpoint)
 
 
-def refused(tmp_path, adding, *, by):
+def catch_error(tmp_path, adding, *, by):
     """Return the error of a run in which a callback or the task adds something; no step has been trained."""
     task = AddingTask() if by == "task" else Trained()
     task.adding = adding
@@ -188,7 +188,7 @@ def refused(tmp_path, adding, *, by):
 
 @pytest.mark.parametrize(("by", "where"), [("callback", "on_save_checkpoint.Adding.it.deep"), ("task", "task.it.deep")])
 def test_unsavable_addition_names_owner_and_key_before_training(tmp_path, by, where):
-    message = refused(tmp_path, lambda checkpoint: checkpoint.update(it={"deep": nn.Linear(1, 1)}), by=by)
+    message = catch_error(tmp_path, lambda checkpoint: checkpoint.update(it={"deep": nn.Linear(1, 1)}), by=by)
     assert f"{where}: an object of type Linear cannot be saved" in message
 
 
@@ -204,7 +204,7 @@ ASKING = {
 @pytest.mark.parametrize("ask", ASKING)
 @pytest.mark.parametrize(("by", "owner"), [("callback", "Adding"), ("task", "AddingTask")])
 def test_keys_of_lightning_checkpoints_raise_with_their_replacement(tmp_path, ask, by, owner):
-    message = refused(tmp_path, lambda checkpoint: ASKING[ask](checkpoint, "state_dict"), by=by)
+    message = catch_error(tmp_path, lambda checkpoint: ASKING[ask](checkpoint, "state_dict"), by=by)
     assert message == f"{owner}: checkpoint['state_dict'] does not exist. {INSTEAD['state_dict']}"
 
 

@@ -22,21 +22,21 @@ from lumen.checkpoint.format.folder import read_info
 from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.errors import CheckpointError, NonFiniteLoss
 from tests.helpers.asynchronous_saves import (
-    At,
+    CallAtSteps,
     Large,
     Moving,
     SlowDisk,
     Watched,
-    files,
+    block_path_with_file,
     fit,
-    folder,
-    free_the_parameters,
-    names,
-    put_a_file_in_the_way,
-    saving,
+    free_parameters,
+    get_checkpoint_folder,
+    list_checkpoints,
+    make_saver,
+    read_files,
     wait_until_announced,
 )
-from tests.helpers.checkpoints import DTYPES, SHAPES, same, tensor_of
+from tests.helpers.checkpoints import DTYPES, SHAPES, is_same_tensor, make_tensor
 from tests.helpers.scripted_values import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
@@ -54,14 +54,14 @@ def test_asynchronous_save_equals_synchronous_save_bytewise(tmp_path, monkeypatc
 
     def go_on(trainer):
         assert disk.reached.wait(60)
-        under_way.append(names(tmp_path))
+        under_way.append(list_checkpoints(tmp_path))
         disk.goes_on.set()
 
-    fit(tmp_path, [At(step4=save_at_once, step7=go_on), saving()], max_steps=7, logger=False)
+    fit(tmp_path, [CallAtSteps(step4=save_at_once, step7=go_on), make_saver()], max_steps=7, logger=False)
     assert len(under_way[0]) == 1
     assert under_way[0][0].startswith("step-00000004.tmp-")
-    assert names(tmp_path) == ["step-00000004"]
-    expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
+    expected, found = read_files(tmp_path / "at-once"), read_files(get_checkpoint_folder(tmp_path) / "step-00000004")
     assert {str(name) for name in found} >= {"model/00000-00000.safetensors", "optimizer/00000-00000.safetensors"}
     assert found == expected
 
@@ -69,14 +69,14 @@ def test_asynchronous_save_equals_synchronous_save_bytewise(tmp_path, monkeypatc
 def test_asynchronous_saves_do_not_change_the_run(tmp_path):
     """Every step is saved, so each save except the first waits for the save before."""
     for name, asynchronous in (("a", True), ("b", False)):
-        saver = saving(every_n_train_steps=1, keep_last=-1, at_end=True, asynchronous=asynchronous)
+        saver = make_saver(every_n_train_steps=1, keep_last=-1, at_end=True, asynchronous=asynchronous)
         fit(tmp_path / name, saver, log_every_n_steps=3)
-    found, expected = (find_checkpoints(folder(tmp_path / name)) for name in "ab")
-    assert [path.name for path in found] == [path.name for path in expected] == names(tmp_path / "a")
+    found, expected = (find_checkpoints(get_checkpoint_folder(tmp_path / name)) for name in "ab")
+    assert [path.name for path in found] == [path.name for path in expected] == list_checkpoints(tmp_path / "a")
     assert len(found) == 15
     for one, other in zip(map(Checkpoint.open, found), map(Checkpoint.open, expected), strict=True):
         for section in ("model", "optimizer", "extra"):
-            assert same(dict(one.as_mapping(section)), dict(other.as_mapping(section)))
+            assert is_same_tensor(dict(one.as_mapping(section)), dict(other.as_mapping(section)))
         for checkpoint in (one, other):
             checkpoint.state["progress"].pop("elapsed_s")
         assert one.state == other.state
@@ -85,16 +85,16 @@ def test_asynchronous_saves_do_not_change_the_run(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_snapshot_copies_every_kind_of_tensor_exactly(dtype):
-    tensors = {str(shape): tensor_of(dtype, shape) for shape in SHAPES}
+    tensors = {str(shape): make_tensor(dtype, shape) for shape in SHAPES}
     if dtype.itemsize > 1 and not str(dtype).startswith("torch.float4"):
-        tensors |= {"transposed": tensor_of(dtype, (5, 7)).T, "expanded": tensor_of(dtype, (1, 3)).expand(4, 3)}
+        tensors |= {"transposed": make_tensor(dtype, (5, 7)).T, "expanded": make_tensor(dtype, (1, 3)).expand(4, 3)}
     if dtype.is_complex:
-        tensors["conjugate"] = tensor_of(dtype, (4,)).conj()
+        tensors["conjugate"] = make_tensor(dtype, (4,)).conj()
     snapshot = Snapshot()
     for _ in range(2):  # the second save reuses the memory
         copies = snapshot.start_copy({"model": tensors})["model"]
         snapshot.wait()
-        assert same(copies, tensors)
+        assert is_same_tensor(copies, tensors)
     addresses = {tensor.data_ptr() for tensor in tensors.values() if tensor.numel()}
     assert not addresses & {copy.data_ptr() for copy in copies.values()}
 
@@ -106,7 +106,7 @@ def test_reserved_memory_causes_no_page_faults_in_save():
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         copies = snapshot.start_copy(tensors)
         count = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-        assert same(copies, tensors)
+        assert is_same_tensor(copies, tensors)
         return count
 
     reserved = Snapshot()
@@ -156,8 +156,8 @@ def test_only_large_checkpoints_are_asynchronous_by_default(
 ):
     disk = SlowDisk(monkeypatch)
     disk.goes_on.set()
-    fit(tmp_path, saving(asynchronous=asynchronous), task(), max_steps=6)
-    assert names(tmp_path) == ["step-00000004"]
+    fit(tmp_path, make_saver(asynchronous=asynchronous), task(), max_steps=6)
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
     assert disk.is_left_to_a_thread == is_left_to_a_thread
 
 
@@ -170,15 +170,15 @@ def test_saves_are_synchronous_when_memory_is_short(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", read)
     disk = SlowDisk(monkeypatch)
-    fit(tmp_path, saving(asynchronous=None), Large(), max_steps=6)
-    assert names(tmp_path) == ["step-00000004"]
+    fit(tmp_path, make_saver(asynchronous=None), Large(), max_steps=6)
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
     assert not disk.is_left_to_a_thread
 
 
 def test_final_checkpoint_is_saved_synchronously(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
-    fit(tmp_path, saving(every_n_train_steps=0, at_end=True), max_steps=3)
-    assert names(tmp_path) == ["step-00000003"]
+    fit(tmp_path, make_saver(every_n_train_steps=0, at_end=True), max_steps=3)
+    assert list_checkpoints(tmp_path) == ["step-00000003"]
     assert not disk.is_left_to_a_thread
 
 
@@ -193,7 +193,7 @@ class Improving(Moving):
 def test_old_checkpoints_are_removed_only_after_the_commit(tmp_path, monkeypatch):
     """Every path that the callback returns exists."""
     disk = SlowDisk(monkeypatch)
-    saver = saving(monitor="score", on_best=False, keep_last=1)
+    saver = make_saver(monitor="score", on_best=False, keep_last=1)
     seen = {}
 
     def look(trainer):
@@ -218,14 +218,16 @@ def test_old_checkpoints_are_removed_only_after_the_commit(tmp_path, monkeypatch
         wait_until_announced(trainer)
         look(trainer)
 
-    at = At(step5=go_on, step6=look, step7=hold, step9=look_at_a_held_one, step10=go_on, step11=look, step12=look)
+    at = CallAtSteps(
+        step5=go_on, step6=look, step7=hold, step9=look_at_a_held_one, step10=go_on, step11=look, step12=look
+    )
     fit(tmp_path, [at, saver], Improving(), val_check_interval=4, max_steps=12)
     # a save is accounted for one step after its end is known; the checkpoint that it replaces exists until then
     assert seen == {
         5: ("", "04"), 6: ("", "04"), 7: ("04", "04"),
         9: ("04", "04"), 10: ("04", "08"), 11: ("04", "08"), 12: ("08", "08"),
     }  # fmt: skip
-    assert names(tmp_path) == ["step-00000012"]
+    assert list_checkpoints(tmp_path) == ["step-00000012"]
 
 
 def test_shared_save_of_two_callbacks_is_written_once(tmp_path, monkeypatch):
@@ -233,23 +235,25 @@ def test_shared_save_of_two_callbacks_is_written_once(tmp_path, monkeypatch):
 
     def go_on(trainer):
         assert disk.reached.wait(60)
-        assert names(tmp_path)[0].startswith("step-00000004.tmp-")
+        assert list_checkpoints(tmp_path)[0].startswith("step-00000004.tmp-")
         disk.goes_on.set()
 
-    savers = [saving(keep_last=1), saving(monitor="val_loss", keep_last=0)]
-    fit(tmp_path, [At(step5=go_on), *savers], val_check_interval=4, max_steps=5)
-    assert names(tmp_path) == ["step-00000004"]
-    assert savers[1].best_model_path == savers[0].last_model_path == str(folder(tmp_path) / "step-00000004")
+    savers = [make_saver(keep_last=1), make_saver(monitor="val_loss", keep_last=0)]
+    fit(tmp_path, [CallAtSteps(step5=go_on), *savers], val_check_interval=4, max_steps=5)
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
+    assert (
+        savers[1].best_model_path == savers[0].last_model_path == str(get_checkpoint_folder(tmp_path) / "step-00000004")
+    )
 
 
 def test_several_callbacks_keep_what_each_of_them_says(tmp_path):
     savers = [
-        saving(monitor="score", every_n_train_steps=0, keep_last=0),
-        saving(monitor="score", mode="max", every_n_train_steps=0, keep_last=0),
-        saving(every_n_train_steps=5, keep_last=1),
+        make_saver(monitor="score", every_n_train_steps=0, keep_last=0),
+        make_saver(monitor="score", mode="max", every_n_train_steps=0, keep_last=0),
+        make_saver(every_n_train_steps=5, keep_last=1),
     ]
     fit_scripted(tmp_path, [9, 5, 1, 2, 8, 7], savers)
-    assert names(tmp_path) == ["step-00000002", "step-00000006", "step-00000010"]
+    assert list_checkpoints(tmp_path) == ["step-00000002", "step-00000006", "step-00000010"]
 
 
 # ---------------------------------------------------------------------- errors
@@ -262,13 +266,13 @@ def limit_the_size_of_files(tmp_path, trainer):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (put_a_file_in_the_way, r"checkpoints.*A file is in the way"),
+        (block_path_with_file, r"checkpoints.*A file is in the way"),
         (limit_the_size_of_files, r"step-00000008.*: File too large. The file exceeds a size limit"),
     ],
 )
 def test_thread_error_ends_run_at_next_boundary(tmp_path, harm, message):
     watched = Watched()
-    callbacks = [watched, At(step8=lambda trainer: harm(tmp_path, trainer)), saving()]
+    callbacks = [watched, CallAtSteps(step8=lambda trainer: harm(tmp_path, trainer)), make_saver()]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(CheckpointError, match=message):
@@ -276,14 +280,16 @@ def test_thread_error_ends_run_at_next_boundary(tmp_path, harm, message):
     finally:  # not in a fixture: pytest writes its dot before the teardown, perhaps into a long file
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert watched.last_step == 9
-    (older,) = find_checkpoints(tmp_path / "moved" if (tmp_path / "moved").exists() else folder(tmp_path))
+    (older,) = find_checkpoints(
+        tmp_path / "moved" if (tmp_path / "moved").exists() else get_checkpoint_folder(tmp_path)
+    )
     assert Checkpoint.open(older).info["step"] == 4
     assert not list(tmp_path.rglob("*.tmp-*"))
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends there"])
 def test_directory_removed_during_save_raises(tmp_path, monkeypatch, ends):
-    callbacks = [At(step5=remover(tmp_path, SlowDisk(monkeypatch))), saving()]
+    callbacks = [CallAtSteps(step5=remover(tmp_path, SlowDisk(monkeypatch))), make_saver()]
     with pytest.raises(CheckpointError, match=r"step-00000004.*removed while it was in use"):
         fit(tmp_path, callbacks, max_steps=5 if ends else 9)
 
@@ -296,7 +302,7 @@ def test_save_error_in_failing_run_is_logged(tmp_path, monkeypatch, caplog):
         raise RuntimeError("on purpose")
 
     with caplog.at_level(logging.ERROR, "lumen"), pytest.raises(RuntimeError, match="on purpose"):
-        fit(tmp_path, [At(step5=fail), saving()], log_level="ERROR")
+        fit(tmp_path, [CallAtSteps(step5=fail), make_saver()], log_level="ERROR")
     assert "the save in progress failed: cannot write" in caplog.text
     assert "step-00000004" in caplog.text
 
@@ -304,7 +310,7 @@ def test_save_error_in_failing_run_is_logged(tmp_path, monkeypatch, caplog):
 def remover(tmp_path, disk):
     def remove(trainer):
         assert disk.reached.wait(60)
-        shutil.rmtree(folder(tmp_path))
+        shutil.rmtree(get_checkpoint_folder(tmp_path))
         disk.goes_on.set()
 
     return remove
@@ -321,8 +327,8 @@ def test_parameters_that_are_not_finite_are_never_committed(tmp_path):
                 self.spare.data[1] = torch.nan
 
     with pytest.raises(NonFiniteLoss, match=r"after step 8 1 parameters are not finite.*: spare"):
-        fit(tmp_path, saving(), Breaks())
-    assert names(tmp_path) == ["step-00000004"]
+        fit(tmp_path, make_saver(), Breaks())
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
 
 
 # ---------------------------------------------------------------------- exit
@@ -347,10 +353,10 @@ def test_leaving_run_waits_for_pending_save(tmp_path, monkeypatch, error):
     with contextlib.nullcontext() if error is None else pytest.raises(error):
         task = Leaves()
         task.error = error
-        fit(tmp_path, saving(), task, max_steps=5)
+        fit(tmp_path, make_saver(), task, max_steps=5)
     timer.join()
-    assert names(tmp_path) == ["step-00000004"]
-    Checkpoint.open(folder(tmp_path) / "step-00000004")
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
+    Checkpoint.open(get_checkpoint_folder(tmp_path) / "step-00000004")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lumen-save")]
 
 
@@ -359,9 +365,9 @@ def test_failing_run_reuses_pending_boundary_save(tmp_path, monkeypatch):
     timer = threading.Timer(0.5, disk.goes_on.set)
     timer.start()
     with pytest.raises(RuntimeError):
-        fit(tmp_path, [lumen.OnExceptionCheckpoint(), saving()], Leaves())
+        fit(tmp_path, [lumen.OnExceptionCheckpoint(), make_saver()], Leaves())
     timer.join()
-    assert names(tmp_path) == ["step-00000004"]
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
 
 
 # ---------------------------------------------------------------------- regressions
@@ -374,7 +380,7 @@ def test_saves_within_one_step_stay_in_order(tmp_path):
 
     newest = []
     watching = lumen.LambdaCallback(on_step_end=lambda trainer, task: newest.append(_newest(tmp_path)))
-    saver = saving(every_n_train_steps=1, keep_last=1)
+    saver = make_saver(every_n_train_steps=1, keep_last=1)
     trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[watching, saver])
     trainer.fit(Skipping(), loader(320))
     assert len(newest) == 40
@@ -384,7 +390,7 @@ def test_saves_within_one_step_stay_in_order(tmp_path):
 
 
 def _newest(tmp_path):
-    found = find_checkpoints(folder(tmp_path)) if folder(tmp_path).is_dir() else []
+    found = find_checkpoints(get_checkpoint_folder(tmp_path)) if get_checkpoint_folder(tmp_path).is_dir() else []
     return read_info(found[-1]) if found else None
 
 
@@ -392,14 +398,14 @@ def _newest(tmp_path):
 def test_savers_share_a_folder_however_it_is_spelled(tmp_path, monkeypatch, asynchronous):
     monkeypatch.chdir(tmp_path)
     savers = [
-        saving(dirpath=path, asynchronous=asynchronous) for path in ("ck", tmp_path / "ck", tmp_path / "ck/../ck")
+        make_saver(dirpath=path, asynchronous=asynchronous) for path in ("ck", tmp_path / "ck", tmp_path / "ck/../ck")
     ]
     fit(tmp_path, savers, max_steps=9)
     assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == ["step-00000004", "step-00000008"]
 
 
 def test_callback_does_not_keep_its_run_alive(tmp_path):
-    saver, task = saving(), Moving()
+    saver, task = make_saver(), Moving()
     fit(tmp_path, saver, task)
     gone = weakref.ref(task)
     del task
@@ -415,7 +421,7 @@ def test_failed_state_collection_records_no_score(tmp_path, asynchronous):
             if self.global_step == 8:
                 raise ValueError("not now")
 
-    saver = saving(monitor="val_loss", asynchronous=asynchronous, every_n_train_steps=4)
+    saver = make_saver(monitor="val_loss", asynchronous=asynchronous, every_n_train_steps=4)
     with pytest.raises(ValueError, match="not now"):
         fit(tmp_path, saver, Refusing(), val_check_interval=4)
     assert Path(saver.best_model_path).is_dir()
@@ -427,8 +433,8 @@ def test_a_single_element_of_any_stride_is_saved(tmp_path, asynchronous):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["x"] = torch.full((1, 5), 3.0)[:, 0]
 
-    fit(tmp_path, saving(asynchronous=asynchronous), Strided(), max_steps=4)
-    assert names(tmp_path) == ["step-00000004"]
+    fit(tmp_path, make_saver(asynchronous=asynchronous), Strided(), max_steps=4)
+    assert list_checkpoints(tmp_path) == ["step-00000004"]
 
 
 def test_failed_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
@@ -440,7 +446,7 @@ def test_failed_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    savers = [saving(dirpath=tmp_path / name, keep_last=0) for name in ("a", "b", "c")]
+    savers = [make_saver(dirpath=tmp_path / name, keep_last=0) for name in ("a", "b", "c")]
     with pytest.raises(CheckpointError, match="step-00000008"):
         fit(tmp_path, [*savers, lumen.OnExceptionCheckpoint()])
     assert "step-00000004" in [path.name for path in find_checkpoints(tmp_path / "b")]
@@ -448,9 +454,9 @@ def test_failed_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", [None, True])
 def test_copy_error_is_not_reported_as_low_memory(tmp_path, asynchronous):
-    callbacks = [At(step4=free_the_parameters), saving(asynchronous=asynchronous)]
+    callbacks = [CallAtSteps(step4=free_parameters), make_saver(asynchronous=asynchronous)]
     with pytest.raises(RuntimeError, match="out of bounds for storage of size 0") as caught:
         fit(tmp_path, callbacks, Large())
     assert "_copy_tensors" in [entry.name for entry in caught.traceback]
-    assert names(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
     assert "memory" not in (tmp_path / "runs/run/run.log").read_text()

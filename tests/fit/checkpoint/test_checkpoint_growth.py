@@ -27,7 +27,7 @@ from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged
 from lumen.tools.runs.find import list_checkpoints
-from tests.helpers.checkpoints import same, save, tamper, tensor_of
+from tests.helpers.checkpoints import is_same_tensor, make_tensor, save, tamper_with_manifest
 from tests.helpers.scripted_values import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
@@ -51,7 +51,7 @@ def fit(folder, count, steps, **options):
 
 
 @cache
-def listeners():
+def get_listeners():
     """Return lists that receive every opened file and its mode; an audit hook cannot be removed."""
     told = []
 
@@ -67,17 +67,17 @@ def listeners():
 @contextmanager
 def read_files():
     """Return how often each file of a checkpoint was opened to be read, by its last two names."""
-    listeners().append(opened := [])
+    get_listeners().append(opened := [])
     counts = Counter()
     try:
         yield counts
     finally:
-        listeners().remove(opened)
+        get_listeners().remove(opened)
         counts.update("/".join(path.parts[-2:]) for path, reads in opened if reads and path.suffix)
 
 
 @contextmanager
-def counted_calls():
+def count_calls():
     """Return how many functions, of Python or C, this thread called."""
     count = [0]
 
@@ -120,7 +120,7 @@ def test_resume_work_is_linear_in_tensors(tmp_path, monkeypatch):
     def work(count):
         fit(tmp_path / str(count), count, 1)
         asked.clear()
-        with counted_calls() as calls:
+        with count_calls() as calls:
             fit(tmp_path / str(count), count, 2, resume="auto")
         return calls[0], asked.total()
 
@@ -152,16 +152,16 @@ def test_more_files_than_may_be_open_are_read(tmp_path):
     before = len(os.listdir("/proc/self/fd"))  # earlier tests of this process leave some open
     checkpoint = Checkpoint.open(path)
     for _ in range(2):
-        assert same(dict(checkpoint.as_mapping("model")), tensors)
+        assert is_same_tensor(dict(checkpoint.as_mapping("model")), tensors)
     assert len(os.listdir("/proc/self/fd")) - before < 100
 
 
 def test_save_has_bounded_calls_per_small_tensor(tmp_path):
     def work(count):
         tensors = {f"w{number}": torch.full((3,), float(number)) for number in range(count)}
-        with counted_calls() as calls:
+        with count_calls() as calls:
             save(tmp_path / f"step-{count}", model=tensors)
-        assert same(dict(Checkpoint.open(tmp_path / f"step-{count}").as_mapping("model")), tensors)
+        assert is_same_tensor(dict(Checkpoint.open(tmp_path / f"step-{count}").as_mapping("model")), tensors)
         return calls[0]
 
     _, few, many = map(work, (10, 100, 1100))
@@ -320,7 +320,7 @@ def test_listing_runs_is_linear_in_checkpoints(tmp_path, capsys):
         source = save(tmp_path / f"{count}/run/checkpoints/step-0", model={"w": torch.ones(2)})
         for step in range(1, count):
             shutil.copytree(source, source.with_name(f"step-{step}"))
-        with counted_calls() as calls:
+        with count_calls() as calls:
             assert main(["runs", str(tmp_path / str(count)), "--json"]) == 0
         assert capsys.readouterr().out.count('"valid": true') == count
         return calls[0]
@@ -347,7 +347,7 @@ def test_changed_manifest_byte_is_detected_everywhere(tmp_path, line):
 
 def test_edited_manifest_with_valid_digest_is_accepted(tmp_path):
     path = save(tmp_path / "step-1", model={"w": torch.ones(2)})
-    tamper(path, lambda manifest: manifest["info"].__setitem__("step", 7))
+    tamper_with_manifest(path, lambda manifest: manifest["info"].__setitem__("step", 7))
     assert find_checkpoints(tmp_path) == [path]
     assert list_checkpoints(tmp_path)[0].info == Checkpoint.open(path).info == {"step": 7}
 
@@ -355,7 +355,7 @@ def test_edited_manifest_with_valid_digest_is_accepted(tmp_path):
 # ---------------------------------------------------------------------- chunks
 
 
-def chunked(path, shape, boxes):
+def write_chunks(path, shape, boxes):
     """Change a manifest so that its one tensor consists of these boxes (offsets and shape), each in a separate file."""
 
     def edit(manifest):
@@ -364,7 +364,7 @@ def chunked(path, shape, boxes):
         chunks = [[name, list(offsets), list(sizes)] for name, (offsets, sizes) in zip(names, boxes, strict=True)]
         manifest["sections"]["model"]["w"] |= {"shape": list(shape), "chunks": chunks}
 
-    tamper(path, edit)
+    tamper_with_manifest(path, edit)
 
 
 @pytest.mark.parametrize("cut", ["rows", "columns", "grid"])
@@ -378,8 +378,8 @@ def test_checking_chunks_is_linear(tmp_path, cut):
         shape = {"rows": (count, 4), "columns": (4, count), "grid": (count // 10, 10)}[cut]
         random.Random(0).shuffle(boxes)
         path = save(tmp_path / f"step-{count}", model={"w": torch.ones(1)})
-        chunked(path, shape, boxes)
-        with counted_calls() as calls:
+        write_chunks(path, shape, boxes)
+        with count_calls() as calls:
             assert len(read_manifest(path).sections["model"]["w"].chunks) == count
         return calls[0]
 
@@ -387,7 +387,7 @@ def test_checking_chunks_is_linear(tmp_path, cut):
     assert many - more < 1.1 * (more - few)
 
 
-def partitioned(generator, begin, shape, parts):
+def partition_box(generator, begin, shape, parts):
     """Cut a box into about the given number of boxes, along lines or as a pinwheel."""
     if parts <= 1:
         return [(begin, shape)]
@@ -398,7 +398,7 @@ def partitioned(generator, begin, shape, parts):
             ((y, x + w - 1), (h - 1, 1)),
             ((y + h - 1, x + 1), (1, w - 1)),
             ((y + 1, x), (h - 1, 1)),
-            *partitioned(generator, (y + 1, x + 1), (h - 2, w - 2), parts - 4),
+            *partition_box(generator, (y + 1, x + 1), (h - 2, w - 2), parts - 4),
         ]
     dim = generator.randrange(len(shape))
     if shape[dim] < 2:
@@ -407,7 +407,9 @@ def partitioned(generator, begin, shape, parts):
     first = tuple(at if each == dim else size for each, size in enumerate(shape))
     second = tuple(size - at if each == dim else size for each, size in enumerate(shape))
     moved = tuple(start + at if each == dim else start for each, start in enumerate(begin))
-    return partitioned(generator, begin, first, parts // 2) + partitioned(generator, moved, second, parts - parts // 2)
+    return partition_box(generator, begin, first, parts // 2) + partition_box(
+        generator, moved, second, parts - parts // 2
+    )
 
 
 def is_covered(shape, boxes):
@@ -420,19 +422,19 @@ def is_covered(shape, boxes):
 
 @pytest.mark.slow
 def test_chunks_pass_only_when_covering_each_element_once(tmp_path):
-    path, verdicts = save(tmp_path / "step-1", model={"w": tensor_of(torch.float32, (1,))}), Counter()
+    path, verdicts = save(tmp_path / "step-1", model={"w": make_tensor(torch.float32, (1,))}), Counter()
     original = (path / "manifest.json").read_bytes()
     generator = random.Random(1)
     for _ in range(400):
         shape = tuple(generator.randrange(1, 7) for _ in range(generator.choice([1, 2, 2, 3])))
-        boxes = partitioned(generator, (0,) * len(shape), shape, generator.randrange(1, 9))
+        boxes = partition_box(generator, (0,) * len(shape), shape, generator.randrange(1, 9))
         if generator.random() < 0.6:  # one is moved: the number of elements stays, but some may occur twice
             number = generator.randrange(len(boxes))
             offsets = tuple(generator.randrange(s - n + 1) for s, n in zip(shape, boxes[number][1], strict=True))
             boxes[number] = offsets, boxes[number][1]
         generator.shuffle(boxes)
         (path / "manifest.json").write_bytes(original)
-        chunked(path, shape, boxes)
+        write_chunks(path, shape, boxes)
         verdicts[wanted := is_covered(shape, boxes)] += 1
         if wanted:
             read_manifest(path)

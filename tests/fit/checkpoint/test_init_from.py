@@ -21,7 +21,7 @@ from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.file_server import serving
+from tests.helpers.file_server import serve_folder
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 
@@ -56,24 +56,24 @@ def begin(tmp_path, init_from, task=None, **options):
     return begun
 
 
-def other_weights(task=None):
+def make_other_weights(task=None):
     """Return weights that differ from the initial weights of every test's model."""
     torch.manual_seed(77)
     state = (task or Regression()).state_dict()
     return {name: torch.rand_like(t) if t.is_floating_point() else t + 5 for name, t in state.items()}
 
 
-def equal(found, expected):
+def is_equal(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def trained(tmp_path, **options):
+def train_task(tmp_path, **options):
     trainer = quiet_trainer(tmp_path / "source", max_epochs=2, **options)
     trainer.fit(Regression(), loader(), val_dataloaders=loader(20))
     return trainer
 
 
-def shards(directory, tensors, files=3):
+def write_shards(directory, tensors, files=3):
     """Write files and index in the layout of model hubs."""
     directory.mkdir(parents=True, exist_ok=True)
     placed = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(tensors)}
@@ -95,35 +95,35 @@ def edit_index(directory, name, file):
 
 
 def test_init_from_loads_parameters_only(tmp_path):
-    source = trained(tmp_path)
+    source = train_task(tmp_path)
     checkpoint = Path(source.checkpoint_callback.last_model_path)
     expected = {name: tensor.clone() for name, tensor in source.run.task.state_dict().items()}
     for where in (checkpoint, checkpoint.parents[1], checkpoint.parent):  # a checkpoint, a run, its checkpoints
         task = Regression(lr=0.5)
         trainer = quiet_trainer(tmp_path, init_from=where, max_steps=3, seed=9)
-        assert equal(begin(tmp_path, where), expected)
+        assert is_equal(begin(tmp_path, where), expected)
         trainer.fit(task, loader())
         assert (trainer.global_step, trainer.run.seed, task.hparams.lr) == (3, 9, 0.5)
 
 
 def test_weights_are_as_built_without_init_from(tmp_path):
-    trained(tmp_path)
+    train_task(tmp_path)
     built, where = Untrained().state_dict(), tmp_path / "source"
-    assert not equal(begin(where, None, resume="auto", max_steps=99), built)
-    assert equal(begin(where, None), built)
+    assert not is_equal(begin(where, None, resume="auto", max_steps=99), built)
+    assert is_equal(begin(where, None), built)
 
 
 def test_init_from_accepts_best_model_path(tmp_path):
-    source = trained(tmp_path, callbacks=[lumen.ModelCheckpoint(monitor="val_loss", mode="max", keep_last=1)])
+    source = train_task(tmp_path, callbacks=[lumen.ModelCheckpoint(monitor="val_loss", mode="max", keep_last=1)])
     best = Path(source.checkpoint_callback.best_model_path)
     assert best != Path(source.checkpoint_callback.last_model_path)
-    assert equal(begin(tmp_path, best), load_file(best / "model/00000-00000.safetensors"))
+    assert is_equal(begin(tmp_path, best), load_file(best / "model/00000-00000.safetensors"))
 
 
 def test_where_the_parameters_come_from_is_said(tmp_path, caplog):
-    checkpoint = Path(trained(tmp_path).checkpoint_callback.last_model_path)
-    save_file(other_weights(), tmp_path / "model.safetensors")
-    with serving(tmp_path) as (url, _):
+    checkpoint = Path(train_task(tmp_path).checkpoint_callback.last_model_path)
+    save_file(make_other_weights(), tmp_path / "model.safetensors")
+    with serve_folder(tmp_path) as (url, _):
         for where, said in [
             (checkpoint, checkpoint), (checkpoint.parents[1], checkpoint), (tmp_path / "model.safetensors",) * 2,
             (tmp_path, tmp_path), (f"{url}/model.safetensors",) * 2,
@@ -145,22 +145,22 @@ def test_missing_weights_raise_before_run_directory_exists(tmp_path, caplog, whe
 
 @pytest.mark.parametrize("form", ["file", "directory", "shards", "cache of links"])
 def test_safetensors_files_of_others_are_read(tmp_path, form):
-    expected = other_weights()
+    expected = make_other_weights()
     where = tmp_path / "hub"
     where.mkdir()
     if form == "shards":
-        shards(where, expected)
+        write_shards(where, expected)
     else:
         save_file(expected, where / "model.safetensors", metadata={"format": "pt"})
     if form == "cache of links":  # a hub's cache links its snapshots to files in another folder
         (tmp_path / "blob").write_bytes((where / "model.safetensors").read_bytes())
         (where / "model.safetensors").unlink()
         (where / "model.safetensors").symlink_to(tmp_path / "blob")
-    assert equal(begin(tmp_path, where / "model.safetensors" if form == "file" else where), expected)
+    assert is_equal(begin(tmp_path, where / "model.safetensors" if form == "file" else where), expected)
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch):
+def temporary_directory(tmp_path, monkeypatch):
     """Set a directory for temporary files, to list its files later."""
     path = tmp_path / "temporary"
     path.mkdir()
@@ -169,36 +169,36 @@ def temporary(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["file", "shards", "checkpoint"])
-def test_url_is_copied_only_while_loading(tmp_path, temporary, form):
+def test_url_is_copied_only_while_loading(tmp_path, temporary_directory, form):
     local = tmp_path / "local"
     if form == "checkpoint":
-        source = trained(tmp_path)
+        source = train_task(tmp_path)
         local = Path(source.checkpoint_callback.last_model_path)
         expected = {name: tensor.clone() for name, tensor in source.run.task.state_dict().items()}
     else:
-        expected = other_weights()
-        shards(local, expected, 2)
+        expected = make_other_weights()
+        write_shards(local, expected, 2)
         save_file(expected, local / "single.safetensors")
     memory = fsspec.filesystem("memory")
     memory.put(f"{local}/", f"/{tmp_path.name}/", recursive=True)
     url = f"memory://{tmp_path.name}" + ("/single.safetensors" if form == "file" else "")
-    assert equal(begin(tmp_path, url), expected)
-    assert list(temporary.glob("lumen-*")) == []
+    assert is_equal(begin(tmp_path, url), expected)
+    assert list(temporary_directory.glob("lumen-*")) == []
 
 
-def test_http_server_can_serve_a_sharded_model(tmp_path, temporary):
-    expected = other_weights()
-    shards(tmp_path / "served/model", expected)
-    with serving(tmp_path / "served") as (url, asked):
-        assert equal(begin(tmp_path, f"{url}/model"), expected)
+def test_http_server_can_serve_a_sharded_model(tmp_path, temporary_directory):
+    expected = make_other_weights()
+    write_shards(tmp_path / "served/model", expected)
+    with serve_folder(tmp_path / "served") as (url, asked):
+        assert is_equal(begin(tmp_path, f"{url}/model"), expected)
         assert sum("GET" in line and ".safetensors " in line for line in asked) == 3
-    assert list(temporary.glob("lumen-*")) == []
+    assert list(temporary_directory.glob("lumen-*")) == []
 
 
-def test_failed_download_is_named_and_leaves_nothing(tmp_path, temporary):
-    directory = shards(tmp_path / "served/model", other_weights())
+def test_failed_download_is_named_and_leaves_nothing(tmp_path, temporary_directory):
+    directory = write_shards(tmp_path / "served/model", make_other_weights())
     edit_index(directory, "net.0.weight", "model-00009-of-00003.safetensors")
-    with serving(tmp_path / "served") as (url, _):
+    with serve_folder(tmp_path / "served") as (url, _):
         for wrong, named in (
             (f"{url}/nothing", r"cannot fetch http://.*/nothing: FileNotFoundError"),
             (f"{url}/model", r"cannot fetch .*model-00009"),
@@ -206,7 +206,7 @@ def test_failed_download_is_named_and_leaves_nothing(tmp_path, temporary):
         ):
             with pytest.raises(CheckpointError, match=named):
                 begin(tmp_path, wrong)
-    assert list(temporary.glob("lumen-*")) == []
+    assert list(temporary_directory.glob("lumen-*")) == []
     assert not (tmp_path / "runs/run").exists()
 
 
@@ -214,15 +214,15 @@ def test_failed_download_is_named_and_leaves_nothing(tmp_path, temporary):
     "file", ["../outside.safetensors", "/etc/model.safetensors", "a/b.safetensors", "..", 7, "x.bin"]
 )
 def test_an_index_that_leaves_its_directory_is_refused(tmp_path, file):
-    directory = shards(tmp_path / "hub", other_weights())
-    save_file(other_weights(), tmp_path / "outside.safetensors")
+    directory = write_shards(tmp_path / "hub", make_other_weights())
+    save_file(make_other_weights(), tmp_path / "outside.safetensors")
     edit_index(directory, "net.0.weight", file)
     with pytest.raises(CheckpointDamaged, match="which is not a file name in its directory"):
         begin(tmp_path, directory)
 
 
 def test_damaged_files_of_others_are_named(tmp_path):
-    save_file(other_weights(), whole := tmp_path / "whole.safetensors")
+    save_file(make_other_weights(), whole := tmp_path / "whole.safetensors")
     data = whole.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     negative = data[8:size].replace(b'"shape":[16]', b'"shape":[-16]')
@@ -238,7 +238,7 @@ def test_damaged_files_of_others_are_named(tmp_path):
         (path := tmp_path / f"{name}.safetensors").write_bytes(content)
         with pytest.raises(CheckpointDamaged, match=f"{name}.safetensors"):
             begin(tmp_path, path)
-    directory = shards(tmp_path / "hub", other_weights())
+    directory = write_shards(tmp_path / "hub", make_other_weights())
     edit_index(directory, "net.9.weight", "model-00001-of-00003.safetensors")
     with pytest.raises(CheckpointDamaged, match=r"index\.json lists 'net\.9\.weight', but no listed file"):
         begin(tmp_path, directory)
@@ -263,14 +263,14 @@ def test_pickle_is_never_read_and_error_converts_it(tmp_path, monkeypatch):
         Regression.load_from_checkpoint(hub / "pytorch_model.bin")
     assert not (tmp_path / "exploded").exists()
 
-    tensors = other_weights(Tied())  # its tied weights share memory
+    tensors = make_other_weights(Tied())  # its tied weights share memory
     tensors["again.weight"] = tensors["first.weight"]
     torch.save(tensors, tmp_path / "old.pt")
     with pytest.raises(ConfigError) as caught:
         lumen.Weights(tmp_path / "old.pt")
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(str(caught.value).partition("Convert the file: lumen ")[2])) == 0
-    assert equal(begin(tmp_path, tmp_path / "old.safetensors", Tied()), tensors)
+    assert is_equal(begin(tmp_path, tmp_path / "old.safetensors", Tied()), tensors)
 
 
 def test_a_place_without_weights_says_so(tmp_path):
@@ -284,7 +284,7 @@ def test_a_place_without_weights_says_so(tmp_path):
 
 
 def test_renames_apply_in_order_and_ignore_skips_parameters(tmp_path):
-    own = other_weights()
+    own = make_other_weights()
     foreign = {
         "model.encoder.layer_0.weight": own["net.0.weight"],
         "model.encoder.layer_0.bias": own["net.0.bias"],
@@ -304,12 +304,12 @@ def test_renames_apply_in_order_and_ignore_skips_parameters(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["module.", "module._orig_mod.", "_orig_mod.module."])
 def test_names_lose_the_prefix_of_wrappers(tmp_path, caplog, prefix):
-    own = other_weights()
+    own = make_other_weights()
     save_file({f"{prefix}{name}": tensor for name, tensor in own.items()}, path := tmp_path / "ddp.safetensors")
-    assert equal(begin(tmp_path, path, log_level="INFO"), own)
+    assert is_equal(begin(tmp_path, path, log_level="INFO"), own)
     (said,) = [record.message for record in caplog.records if "wrappers" in record.message]
     assert said.startswith(f"{path}: removed the names of wrappers (DDP, torch.compile), such as {prefix}net.")
-    assert equal(begin(tmp_path, lumen.Weights(path, rename={f"^{re.escape(prefix)}": ""})), own)
+    assert is_equal(begin(tmp_path, lumen.Weights(path, rename={f"^{re.escape(prefix)}": ""})), own)
 
 
 class Wrapping(Untrained):
@@ -325,15 +325,15 @@ class Wrapping(Untrained):
 
 
 def test_a_layer_called_module_keeps_its_name(tmp_path, caplog):
-    own = other_weights(Wrapping())
+    own = make_other_weights(Wrapping())
     assert all(name.startswith("module.") for name in own)
     save_file(own, path := tmp_path / "wrapping.safetensors")
-    assert equal(begin(tmp_path, path, Wrapping(), log_level="INFO"), own)
+    assert is_equal(begin(tmp_path, path, Wrapping(), log_level="INFO"), own)
     assert "wrappers" not in caplog.text
 
 
 def test_mismatched_names_are_listed_with_a_fitting_rename(tmp_path):
-    tensors = {name.removeprefix("net."): tensor for name, tensor in other_weights().items()}
+    tensors = {name.removeprefix("net."): tensor for name, tensor in make_other_weights().items()}
     save_file({f"encoder.{name}": tensor for name, tensor in tensors.items()}, path := tmp_path / "other.safetensors")
     with pytest.raises(CheckpointMismatch) as caught:
         begin(tmp_path, path)
@@ -360,18 +360,18 @@ def test_mismatched_names_are_listed_with_a_fitting_rename(tmp_path):
     ],
 )
 def test_mismatch_raises_before_any_change(tmp_path, change, options, message):
-    tensors = {name: tensor for name, tensor in (other_weights() | change).items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in (make_other_weights() | change).items() if tensor is not None}
     save_file(tensors, path := tmp_path / "other.safetensors")
     task = Regression()
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
     with pytest.raises(CheckpointMismatch, match=message):
         begin(tmp_path, lumen.Weights(path, **options), task)
-    assert equal(task.state_dict(), before)
+    assert is_equal(task.state_dict(), before)
     assert not (tmp_path / "runs/run").exists()
 
 
 def test_lenient_loading_reports_what_it_leaves_alone(tmp_path, caplog):
-    tensors = other_weights() | {"extra": torch.ones(1)}
+    tensors = make_other_weights() | {"extra": torch.ones(1)}
     del tensors["net.3.bias"]
     save_file(tensors, path := tmp_path / "other.safetensors")
     begun = begin(tmp_path, lumen.Weights(path, ignore=["head.*"], strict=False), log_level="WARNING")
@@ -383,7 +383,7 @@ def test_lenient_loading_reports_what_it_leaves_alone(tmp_path, caplog):
 
 @pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
 def test_floating_point_weights_are_cast_with_one_message(tmp_path, caplog, saved, own):
-    tensors = {name: tensor.to(saved) for name, tensor in other_weights().items()}
+    tensors = {name: tensor.to(saved) for name, tensor in make_other_weights().items()}
     save_file(tensors, path := tmp_path / "half.safetensors")
     task = Regression(dtype=own)
     with caplog.at_level(logging.INFO, logger="lumen"):
@@ -398,7 +398,7 @@ def test_floating_point_weights_are_cast_with_one_message(tmp_path, caplog, save
 
 @pytest.mark.parametrize("absent", ["first.weight", "again.weight", None])
 def test_tied_weights_need_one_of_their_names(tmp_path, absent):
-    tensors = other_weights(Tied())
+    tensors = make_other_weights(Tied())
     tensors["again.weight"] = tensors["first.weight"].clone()
     tensors.pop(absent, None)
     save_file(tensors, path := tmp_path / "tied.safetensors")
@@ -412,7 +412,7 @@ def test_tied_weights_need_one_of_their_names(tmp_path, absent):
 
 
 def test_different_tensors_for_tied_weights_raise(tmp_path):
-    tensors = other_weights(Tied())
+    tensors = make_other_weights(Tied())
     tensors["again.weight"] = tensors["first.weight"] + 1
     save_file(tensors, path := tmp_path / "tied.safetensors")
     with pytest.raises(CheckpointMismatch, match=r"ties first\.weight and again\.weight, which differ"):
@@ -429,7 +429,7 @@ def test_invalid_pattern_raises_immediately(options):
 
 
 def test_resumed_run_skips_init_from_and_logs_it(tmp_path):
-    save_file(other_weights(), path := tmp_path / "other.safetensors")
+    save_file(make_other_weights(), path := tmp_path / "other.safetensors")
     options = {"init_from": path, "resume": "auto", "log_level": "INFO"}
     quiet_trainer(tmp_path, max_steps=5, **options).fit(Regression(), loader())
     path.unlink()
@@ -438,9 +438,9 @@ def test_resumed_run_skips_init_from_and_logs_it(tmp_path):
     trainer.fit(resumed, loader())
     log = (trainer.run_directory / "run.log").read_text()
     assert log.count("ignoring init_from") == 1
-    save_file(other_weights(), path)
+    save_file(make_other_weights(), path)
     quiet_trainer(tmp_path / "whole", max_steps=9, init_from=path).fit(whole := Regression(), loader())
-    assert equal(resumed.state_dict(), whole.state_dict())
+    assert is_equal(resumed.state_dict(), whole.state_dict())
 
 
 def test_init_from_contradicts_resume_path(tmp_path):
@@ -450,7 +450,7 @@ def test_init_from_contradicts_resume_path(tmp_path):
 
 
 def test_weights_are_no_run_to_resume(tmp_path):
-    save_file(other_weights(), path := tmp_path / "model.safetensors")
+    save_file(make_other_weights(), path := tmp_path / "model.safetensors")
     for where in (path, tmp_path):
         with pytest.raises(CheckpointError, match=r"holds weights, but no run.*init_from"):
             quiet_trainer(tmp_path, resume=where, max_steps=1).fit(Regression(), loader())
@@ -459,11 +459,11 @@ def test_weights_are_no_run_to_resume(tmp_path):
 
 
 def test_exported_file_in_run_directory_is_ignored(tmp_path):
-    source = trained(tmp_path)
-    save_file(other_weights(), source.run_directory / "model.safetensors")
+    source = train_task(tmp_path)
+    save_file(make_other_weights(), source.run_directory / "model.safetensors")
     resumed = Regression()
     quiet_trainer(tmp_path, resume=source.run_directory, max_epochs=2).fit(resumed, loader())
-    assert equal(resumed.state_dict(), source.run.task.state_dict())
+    assert is_equal(resumed.state_dict(), source.run.task.state_dict())
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -471,7 +471,7 @@ def test_exported_file_in_run_directory_is_ignored(tmp_path):
 
 @pytest.mark.parametrize("kind", ["path", "Weights", "URL"])
 def test_evaluations_and_predictions_take_the_same_places(tmp_path, kind):
-    tensors = other_weights()
+    tensors = make_other_weights()
     expected = Regression()
     expected.load_state_dict(tensors)
     names = {f"old.{name}": tensor for name, tensor in tensors.items()} if kind == "Weights" else tensors
@@ -486,12 +486,12 @@ def test_evaluations_and_predictions_take_the_same_places(tmp_path, kind):
 
 def test_an_evaluation_does_not_begin_anew(tmp_path):
     """`init_from` does not overwrite the weights that `fit` trained."""
-    save_file(other_weights(), path := tmp_path / "model.safetensors")
+    save_file(make_other_weights(), path := tmp_path / "model.safetensors")
     trainer = quiet_trainer(tmp_path, init_from=path, max_steps=5)
     trainer.fit(task := Regression(), loader())
     after = {name: tensor.clone() for name, tensor in task.state_dict().items()}
     trainer.validate(task, loader())
-    assert equal(task.state_dict(), after)
+    assert is_equal(task.state_dict(), after)
 
 
 # ---------------------------------------------------------------------- from a config

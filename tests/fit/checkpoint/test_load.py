@@ -55,7 +55,7 @@ class Counter(nn.Module):
         self.value = state["value"]
 
 
-def trained(tmp_path, task):
+def train_task(tmp_path, task):
     trainer = quiet_trainer(tmp_path, max_epochs=1)
     trainer.fit(task, loader())
     return Path(trainer.checkpoint_callback.last_model_path)
@@ -63,7 +63,7 @@ def trained(tmp_path, task):
 
 def test_loaded_task_restores_tensors_ties_and_hyperparameters(tmp_path):
     task = Rich(width=5, extra=3)
-    path = trained(tmp_path, task)
+    path = train_task(tmp_path, task)
     for where in (path, path.parents[1]):  # the checkpoint and its run
         loaded = Rich.load_from_checkpoint(where)
         assert loaded.again.weight is loaded.first.weight
@@ -76,7 +76,7 @@ def test_loaded_task_restores_tensors_ties_and_hyperparameters(tmp_path):
 
 def test_files_are_plain_safetensors_with_model_names(tmp_path):
     task = Rich()
-    (file,) = (trained(tmp_path, task) / "model").iterdir()
+    (file,) = (train_task(tmp_path, task) / "model").iterdir()
     tensors = safetensors.torch.load_file(file)
     assert "again.weight" not in tensors
     assert "not_kept" not in tensors
@@ -91,7 +91,7 @@ def test_absent_optimizer_state_stays_absent(tmp_path):
             self.unused = nn.Parameter(torch.ones(2))
 
     task = HalfUsed()
-    checkpoint = Checkpoint.open(trained(tmp_path, task))
+    checkpoint = Checkpoint.open(train_task(tmp_path, task))
     assert not [name for name in checkpoint.list_tensor_names("optimizer") if name.startswith("unused")]
     trainer = quiet_trainer(tmp_path, max_epochs=2, resume="auto")
     resumed = HalfUsed()
@@ -133,7 +133,7 @@ class Unlike(lumen.TaskModule):
 )
 def test_strict_mismatch_raises_and_non_strict_warns(tmp_path, caplog, saved, own, message):
     task = saved()
-    path = trained(tmp_path, task)
+    path = train_task(tmp_path, task)
     with pytest.raises(CheckpointMismatch, match=re.escape(message)):
         own.load_from_checkpoint(path)
     assert not caplog.records
@@ -144,7 +144,7 @@ def test_strict_mismatch_raises_and_non_strict_warns(tmp_path, caplog, saved, ow
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_checkpoint_without_common_names_always_raises(tmp_path, strict):
-    path = trained(tmp_path, Regression())
+    path = train_task(tmp_path, Regression())
     with pytest.raises(CheckpointMismatch, match="no name is in both"):
         Unlike.load_from_checkpoint(path, strict=strict)
 
@@ -158,7 +158,7 @@ def test_newly_tied_weights_must_be_equal(tmp_path):
     with pytest.raises(
         CheckpointMismatch, match=r"another model: .*ties first\.weight and again\.weight, which differ"
     ):
-        Rich.load_from_checkpoint(trained(tmp_path, Apart()))
+        Rich.load_from_checkpoint(train_task(tmp_path, Apart()))
 
 
 def test_weights_that_were_tied_may_part(tmp_path):
@@ -168,20 +168,20 @@ def test_weights_that_were_tied_may_part(tmp_path):
             self.again.weight = nn.Parameter(torch.zeros_like(self.first.weight))
 
     task = Rich()
-    loaded = Apart.load_from_checkpoint(trained(tmp_path, task))
+    loaded = Apart.load_from_checkpoint(train_task(tmp_path, task))
     assert torch.equal(loaded.again.weight, task.first.weight)
     assert loaded.again.weight is not loaded.first.weight
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_another_shape_is_an_error_and_changes_nothing(tmp_path, strict):
-    path = trained(tmp_path, Rich(width=8))
+    path = train_task(tmp_path, Rich(width=8))
     with pytest.raises(CheckpointMismatch, match=r"first\.weight: \(8, 6\).* saved, \(9, 6\).* in the model"):
         Rich.load_from_checkpoint(path, strict=strict, width=9)
 
 
 def test_overrides_replace_hyperparameters(tmp_path):
-    path = trained(tmp_path, Rich())
+    path = train_task(tmp_path, Rich())
     assert Rich.load_from_checkpoint(path, rates=(3.0,)).hparams.rates == (3.0,)
 
 
@@ -212,7 +212,7 @@ def test_missing_hyperparameters_are_named(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    path = trained(tmp_path, Forgetful(1))
+    path = train_task(tmp_path, Forgetful(1))
     with pytest.raises(CheckpointMismatch, match=r"needed.*save_hyperparameters"):
         Forgetful.load_from_checkpoint(path)
 
@@ -336,7 +336,7 @@ def test_unsavable_hyperparameter_is_named_before_training(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     with pytest.raises(CheckpointError, match=r"hyperparameters\.encoder"):
-        trained(tmp_path, Holding(nn.Linear(2, 2)))
+        train_task(tmp_path, Holding(nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("name", ["auto", "last", "best"])

@@ -22,10 +22,10 @@ from tests.helpers.optimizer_state import (
     OwnStateDict,
     Sgd,
     StateOfIds,
-    by_hand,
     finetune,
-    own,
-    resumed,
+    make_task,
+    train_and_resume,
+    train_by_hand,
 )
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
@@ -37,7 +37,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer,
 def test_added_parameters_are_clipped_and_reduced_correctly(tmp_path, clip, weighted, way):
     reference = Finetuning()
     reference.weighted, reference.way = weighted, way
-    assert_equal(finetune(tmp_path, clip, weighted, way), by_hand(reference, clip))
+    assert_equal(finetune(tmp_path, clip, weighted, way), train_by_hand(reference, clip))
 
 
 @pytest.mark.parametrize("way", ["group", "longer group"])
@@ -49,7 +49,7 @@ def test_run_with_added_parameters_resumes_exactly(tmp_path, way, wrap):
         task.wrap = (lambda optimizer: Lookahead(optimizer, 3)) if wrap == "Lookahead" else task.wrap
         return task
 
-    (ours, mine), (theirs, other) = resumed(tmp_path, make, (3, 9, 12, 20), gradient_clip_val=0.5)
+    (ours, mine), (theirs, other) = train_and_resume(tmp_path, make, (3, 9, 12, 20), gradient_clip_val=0.5)
     assert torch.equal(weights(ours), weights(theirs))
     assert [{**group, "params": 0} for group in mine.param_groups] == [
         {**group, "params": 0} for group in other.param_groups
@@ -124,14 +124,14 @@ OWN = (OwnStateDict, Attributes, Global, ById, Around, Packed)
 
 @pytest.mark.parametrize(("kind", "wrap"), [*product(OWN, WRAPS), (StateOfIds, "alone")])
 def test_extra_state_of_user_optimizers_resumes_exactly(tmp_path, kind, wrap):
-    (ours, _), (theirs, _) = resumed(tmp_path, lambda: own(kind, wrap))
+    (ours, _), (theirs, _) = train_and_resume(tmp_path, lambda: make_task(kind, wrap))
     assert torch.equal(weights(ours), weights(theirs))
 
 
 def test_state_keyed_by_address_raises_after_one_step(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=8)
     with pytest.raises(CheckpointError, match=r"has the key \d+, which looks like a memory address .*id\(parameter\)"):
-        trainer.fit(own(ByAddress), loader(dtype=torch.float64))
+        trainer.fit(make_task(ByAddress), loader(dtype=torch.float64))
     assert trainer.global_step == 1
 
 
@@ -160,7 +160,7 @@ class ByParameter(Sgd):
 def test_unsavable_optimizer_state_raises_before_training(tmp_path, kind, message):
     trainer = quiet_trainer(tmp_path, max_steps=3)
     with pytest.raises(CheckpointError, match=message):
-        trainer.fit(own(kind), loader(dtype=torch.float64))
+        trainer.fit(make_task(kind), loader(dtype=torch.float64))
     assert trainer.global_step == 0
 
 
@@ -206,7 +206,7 @@ class Learned(Sgd):
 
 
 def test_optimizer_state_restores_parameters_and_leaves(tmp_path):
-    _, (_, optimizer) = resumed(tmp_path, lambda: own(Learned), cuts=(2, 4))
+    _, (_, optimizer) = train_and_resume(tmp_path, lambda: make_task(Learned), cuts=(2, 4))
     for entries in optimizer.state.values():
         kinds = {name: (type(each), each.requires_grad) for name, each in entries.items()}
         assert kinds == {
@@ -248,6 +248,6 @@ class Outer(torch.optim.Optimizer):
 
 
 def test_a_wrapper_without_torchs_constructor_resumes(tmp_path):
-    (whole, _), (parts, optimizer) = resumed(tmp_path, lambda: own(Outer), cuts=(2, 5))
+    (whole, _), (parts, optimizer) = train_and_resume(tmp_path, lambda: make_task(Outer), cuts=(2, 5))
     assert torch.equal(weights(whole), weights(parts))
     assert optimizer.calls == 5

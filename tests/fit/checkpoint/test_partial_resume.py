@@ -123,7 +123,7 @@ def train(directory, task=None, data=None, probe=None, **options):
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def source_run(tmp_path_factory):
     """Run and stop within the second epoch; return its checkpoint, and the batches of a longer, equally seeded run."""
     directory = tmp_path_factory.mktemp("source")
     trainer = train(directory, Remembering(lr=0.1))
@@ -137,8 +137,8 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("parts", COMBINATIONS, ids=lambda parts: "-".join(sorted(parts)))
-def test_every_combination_of_parts_takes_over_exactly_these(tmp_path, source, parts):
-    checkpoint, batches = source
+def test_every_combination_of_parts_takes_over_exactly_these(tmp_path, source_run, parts):
+    checkpoint, batches = source_run
     task, data, probe = Remembering(lr=0.2), Data(), Probe()
     fresh = {name: tensor.clone() for name, tensor in task.state_dict().items()}
     progress = "progress" in parts
@@ -170,8 +170,8 @@ def test_every_combination_of_parts_takes_over_exactly_these(tmp_path, source, p
         assert torch.equal(task.batches[0], batches[STEPS if "data" in parts else 7])
 
 
-def test_restarted_epoch_forgets_its_logged_values(tmp_path, source):
-    checkpoint, _ = source
+def test_restarted_epoch_forgets_its_logged_values(tmp_path, source_run):
+    checkpoint, _ = source_run
     task = Remembering(lr=0.1)
     parts = ["model", "optimizer", "schedulers", "progress"]
     trainer = train(tmp_path, task, resume=checkpoint.path, resume_parts=parts, max_steps=None, max_epochs=2)
@@ -249,8 +249,8 @@ def test_optimizer_part_restores_counters_but_not_settings(tmp_path):
     assert (seen["lr"], seen["weight_decay"], seen["eps"]) == (0.2, 0.25, 1e-6)
 
 
-def test_a_schedule_goes_on_with_another_optimizer(tmp_path, source):
-    checkpoint, _ = source
+def test_a_schedule_goes_on_with_another_optimizer(tmp_path, source_run):
+    checkpoint, _ = source_run
 
     def configure(task):
         return stepwise(SGD(task.parameters(), 0.5, momentum=0.3), lambda o: StepLR(o, 1, 0.9))
@@ -284,8 +284,8 @@ def test_invalid_resume_parts_raise_immediately(tmp_path, options, message):
         quiet_trainer(tmp_path, max_steps=1, **options)
 
 
-def test_other_optimizer_or_schedule_names_part_to_omit(tmp_path, source):
-    checkpoint, _ = source
+def test_other_optimizer_or_schedule_names_part_to_omit(tmp_path, source_run):
+    checkpoint, _ = source_run
 
     def plain(task):
         return SGD(task.parameters(), 0.1)
@@ -335,7 +335,7 @@ def test_config_record_omits_resume_parts(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- changed settings
 
 
-def warnings_of(caplog, directory, task, **options):
+def collect_warnings(caplog, directory, task, **options):
     caplog.clear()
     train(directory, task, resume="auto", **options)
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
@@ -352,7 +352,7 @@ def test_changed_learning_rate_warns_with_both_values(tmp_path, caplog):
 
     def resumed(steps, *settings, **more):
         task = Remembering(0.1, configure(*settings, **more))
-        return task, warnings_of(caplog, tmp_path, task, max_steps=steps)
+        return task, collect_warnings(caplog, tmp_path, task, max_steps=steps)
 
     train(tmp_path, Remembering(0.1, configure(0.1)))
     task, said = resumed(12, 0.2)
@@ -378,7 +378,7 @@ def test_changed_learning_rate_warns_with_both_values(tmp_path, caplog):
 
 def test_changed_rate_without_schedule_warns_too(tmp_path, caplog):
     train(tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.1)))
-    (said,) = warnings_of(caplog, tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.3)), max_steps=12)
+    (said,) = collect_warnings(caplog, tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.3)), max_steps=12)
     assert "groups[0].lr was 0.1, is 0.3" in said
 
 
@@ -408,7 +408,7 @@ def test_an_ordinary_resume_raises_no_alarm(tmp_path, caplog, schedule, optimize
     train(tmp_path / "whole", whole, max_steps=17, max_epochs=3)
     train(tmp_path, task(), max_epochs=3)
     resumed = task()
-    assert warnings_of(caplog, tmp_path, resumed, max_steps=17, max_epochs=3) == []
+    assert collect_warnings(caplog, tmp_path, resumed, max_steps=17, max_epochs=3) == []
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
 
 
@@ -484,7 +484,7 @@ CHANGED = {
 @pytest.mark.parametrize(("after", "said"), CHANGED.values(), ids=CHANGED)
 def test_changed_setting_warns_with_both_values(tmp_path, caplog, after, said):
     train(tmp_path, **BEFORE)
-    (notice,) = warnings_of(caplog, tmp_path, Remembering(), max_steps=STEPS + 1, **BEFORE | after)
+    (notice,) = collect_warnings(caplog, tmp_path, Remembering(), max_steps=STEPS + 1, **BEFORE | after)
     assert f"settings differ from {tmp_path / 'runs'}" in notice
     assert notice.endswith(f": {said}. The new settings apply from now on.")
 
@@ -510,7 +510,7 @@ def test_changed_batch_size_warns(tmp_path, caplog):
 def test_length_and_display_changes_do_not_warn(tmp_path, caplog):
     train(tmp_path)
     more = {"max_steps": 12, "max_epochs": 3, "log_every_n_steps": 1, "precision": 32, "accumulate_grad_batches": 1}
-    assert warnings_of(caplog, tmp_path, Remembering(), **more) == []
+    assert collect_warnings(caplog, tmp_path, Remembering(), **more) == []
 
 
 class Freezing(Regression):
@@ -543,7 +543,7 @@ def test_frozen_state_of_checkpoint_wins_with_a_warning(tmp_path, caplog, built,
     train(tmp_path, Freezing())
     for steps in (11, 12):  # each time
         task = Freezing(**built)
-        notices = warnings_of(caplog, tmp_path, task, max_steps=steps)
+        notices = collect_warnings(caplog, tmp_path, task, max_steps=steps)
         assert all(parameter.requires_grad for parameter in task.parameters())
         assert all(module.training for module in task.modules())
         assert len(notices) == bool(said)

@@ -7,7 +7,7 @@ import torch
 
 import lumen
 from lumen.errors import CheckpointMismatch, ConfigError
-from tests.helpers.resume import Expanded, fit_expanded, newest
+from tests.helpers.resume import Expanded, find_newest, fit_expanded
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
 
@@ -81,9 +81,9 @@ def test_another_seed_on_resume_is_an_error(tmp_path):
 
 def test_state_json_is_json_and_nothing_is_pickled(tmp_path):
     fit(tmp_path)
-    files = [path for path in newest(tmp_path).rglob("*") if path.is_file()]
+    files = [path for path in find_newest(tmp_path).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
-    assert json.loads((newest(tmp_path) / "state.json").read_text())
+    assert json.loads((find_newest(tmp_path) / "state.json").read_text())
 
 
 def test_frozen_and_eval_state_survive_resume(tmp_path):
@@ -109,7 +109,7 @@ def test_frozen_and_eval_state_survive_resume(tmp_path):
 
 def test_expanded_buffers_are_loaded_as_what_they_are(tmp_path):
     fit_expanded(tmp_path)
-    task = Expanded.load_from_checkpoint(newest(tmp_path / "whole"))
+    task = Expanded.load_from_checkpoint(find_newest(tmp_path / "whole"))
     assert task.rows[:, 4].tolist() == task.part[:, 0].tolist() == [9.0, 10.0, 11.0]
 
 

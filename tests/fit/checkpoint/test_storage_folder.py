@@ -22,7 +22,7 @@ from lumen.checkpoint.format.manifest import STATE
 from lumen.checkpoint.format.storage import LocalStorage
 from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError
-from tests.helpers.checkpoints import FILES, assert_small, small
+from tests.helpers.checkpoints import FILES, assert_small, save_small
 from tests.helpers.storage_folder import verify
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
@@ -35,13 +35,13 @@ def fit(tmp_path, steps, **options):
     trainer.fit(Regression(), loader(50, 8))
 
 
-def names(folder):
+def list_names(folder):
     return sorted(os.listdir(folder))
 
 
 def test_checkpoints_are_found_by_number_once_committed(tmp_path):
     assert find_checkpoints(tmp_path / "none") == []
-    steps = [small(tmp_path / name) for name in ("step-00000009", "step-10", "step-100000000000", "step-00000011")]
+    steps = [save_small(tmp_path / name) for name in ("step-00000009", "step-10", "step-100000000000", "step-00000011")]
     shutil.copytree(steps[0], tmp_path / "step-12.tmp-abcd")
     shutil.copytree(steps[0], tmp_path / "step-13.damaged-1")
     shutil.copytree(steps[0], tmp_path / "other")
@@ -54,7 +54,7 @@ def test_checkpoints_are_found_by_number_once_committed(tmp_path):
 
 def test_newest_valid_checkpoint_is_used_and_damage_reported(tmp_path):
     for step in (8, 9, 10, 11):
-        small(tmp_path / f"step-{step}", value=float(step))
+        save_small(tmp_path / f"step-{step}", value=float(step))
     with open(tmp_path / "step-11" / FILES[3], "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
@@ -82,7 +82,7 @@ def test_validating_checkpoint_sorts_before_the_final_one(tmp_path):
 
 def test_only_the_sections_asked_for_must_be_intact(tmp_path):
     for step in (1, 2, 3):
-        small(tmp_path / f"step-{step}", value=float(step))
+        save_small(tmp_path / f"step-{step}", value=float(step))
     (tmp_path / "step-2" / FILES[2]).write_bytes(b"")
     (tmp_path / "step-3" / "state.json").write_bytes(b"")
     assert open_newest_valid(tmp_path, lambda _: None).path == tmp_path / "step-1"
@@ -93,7 +93,7 @@ def test_only_the_sections_asked_for_must_be_intact(tmp_path):
 def test_unread_checkpoints_are_found_by_their_manifest(tmp_path):
     assert find_unread(tmp_path / "none") == []
     for name in ("step-9", "step-10", "step-11"):
-        small(tmp_path / name)
+        save_small(tmp_path / name)
     for name in ("step-10-validating", "step-9.tmp-0123abcd"):
         shutil.copytree(tmp_path / "step-9", tmp_path / name)
     (tmp_path / "step-11/manifest.json").write_bytes(b"cut o")
@@ -116,7 +116,7 @@ def test_a_save_reads_no_manifest_of_another_checkpoint(tmp_path, monkeypatch):
     few = len(reads)
     fit(tmp_path / "b", 9, keep_last=4)
     assert len(reads) - few == few + 6 + 5  # a save lists its own folder, a removal the folder that it removes
-    assert len(names(tmp_path / "b/kept")) == 4
+    assert len(list_names(tmp_path / "b/kept")) == 4
 
 
 def test_unrelated_directories_are_never_removed(tmp_path):
@@ -125,8 +125,8 @@ def test_unrelated_directories_are_never_removed(tmp_path):
         (tmp_path / f"kept/step-{step}" / name).write_text("mine")
     (tmp_path / "kept/step-3/x/notes.txt").touch()
     fit(tmp_path, 5, keep_last=1)
-    assert names(tmp_path / "kept") == ["step-00000005", "step-1", "step-2", "step-3"]
-    assert names(tmp_path / "kept/step-1") == ["manifest.json", "notes.txt", "x"]
+    assert list_names(tmp_path / "kept") == ["step-00000005", "step-1", "step-2", "step-3"]
+    assert list_names(tmp_path / "kept/step-1") == ["manifest.json", "notes.txt", "x"]
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_dangling_link_is_reported_as_damage(tmp_path):
 
 def test_concurrent_removal_is_no_damage_and_relists(tmp_path):
     for step in (1, 2, 3):
-        small(tmp_path / f"step-{step}")
+        save_small(tmp_path / f"step-{step}")
     (tmp_path / "step-3/state.json").write_bytes(b"cut o")
     reports = []
 
@@ -161,16 +161,17 @@ def test_concurrent_removal_is_no_damage_and_relists(tmp_path):
         remove_checkpoint(tmp_path / "step-2")
 
     assert open_newest_valid(tmp_path, report).path == tmp_path / "step-1"
-    small(tmp_path / "step-2")
+    save_small(tmp_path / "step-2")
     assert (
-        open_newest_valid(tmp_path, lambda said: report(said) or small(tmp_path / "step-4")).path == tmp_path / "step-4"
+        open_newest_valid(tmp_path, lambda said: report(said) or save_small(tmp_path / "step-4")).path
+        == tmp_path / "step-4"
     )
     assert reports == ["step-3 is damaged"] * 2
 
 
 def test_removal_during_verification_is_no_damage(tmp_path):
     for step in (1, 2):
-        small(tmp_path / f"step-{step}")
+        save_small(tmp_path / f"step-{step}")
     assert verify(tmp_path) == "step-3"
 
 
@@ -181,12 +182,12 @@ def test_damaged_manifest_never_costs_the_last_checkpoint(tmp_path, keep_last):
     (tmp_path / "kept/step-00000004/manifest.json").write_bytes(b"cut o")
     fit(tmp_path, 4, keep_last=keep_last)
     assert open_newest_valid(tmp_path / "kept", pytest.fail).path.name == "step-00000004"
-    assert "step-00000004.damaged-1" in names(tmp_path / "kept")
+    assert "step-00000004.damaged-1" in list_names(tmp_path / "kept")
     (tmp_path / "kept/step-00000004/manifest.json").write_bytes(b"cut o")
     shutil.copytree(tmp_path / "kept/step-00000004", tmp_path / "kept/step-00000099")
     fit(tmp_path, 6, keep_last=keep_last)
     assert open_newest_valid(tmp_path / "kept", lambda _: None).path.name == "step-00000006"
-    assert {"step-00000004.damaged-1", "step-00000004.damaged-2", "step-00000099"} <= set(names(tmp_path / "kept"))
+    assert {"step-00000004.damaged-1", "step-00000004.damaged-2", "step-00000099"} <= set(list_names(tmp_path / "kept"))
 
 
 def test_new_directories_are_synced_before_the_commit(tmp_path, monkeypatch):
@@ -198,7 +199,7 @@ def test_new_directories_are_synced_before_the_commit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noting)
     monkeypatch.setattr(os, "rename", lambda old, new: events.append("commit") or rename(old, new))
-    small(tmp_path / "a/b/step-1")
+    save_small(tmp_path / "a/b/step-1")
     before = events[: events.index("commit")]
     assert {tmp_path, tmp_path / "a"} <= set(before)
     assert tmp_path.parent not in before
@@ -206,7 +207,7 @@ def test_new_directories_are_synced_before_the_commit(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def bound(tmp_path):
+def restricted_directory(tmp_path):
     """Make a directory and run the test as a user whom permissions bind: they do not bind root."""
     path = Path(tempfile.mkdtemp(prefix="lumen-bound-"))  # no other user may enter pytest's folder
     is_root = os.geteuid() == 0
@@ -226,10 +227,10 @@ def fit_into(home, dirpath):
     quiet_trainer(home, max_steps=2, callbacks=saver, resume="auto").fit(Regression(), loader(50, 8))
 
 
-def test_parent_directory_may_be_writable_but_unreadable(bound):
-    (bound / "box").mkdir(0o300)
-    fit_into(bound, bound / "box/runs/kept")
-    assert open_newest_valid(bound / "box/runs/kept", pytest.fail).path.name == "step-00000002"
+def test_parent_directory_may_be_writable_but_unreadable(restricted_directory):
+    (restricted_directory / "box").mkdir(0o300)
+    fit_into(restricted_directory, restricted_directory / "box/runs/kept")
+    assert open_newest_valid(restricted_directory / "box/runs/kept", pytest.fail).path.name == "step-00000002"
 
 
 @pytest.mark.parametrize(
@@ -241,16 +242,16 @@ def test_parent_directory_may_be_writable_but_unreadable(bound):
     ],
     ids=["not written", "not entered", "nothing"],
 )
-def test_unusable_parent_directory_is_one_named_error(bound, mode, message):
-    (bound / "box").mkdir(mode)
+def test_unusable_parent_directory_is_one_named_error(restricted_directory, mode, message):
+    (restricted_directory / "box").mkdir(mode)
     with pytest.raises(CheckpointError, match=message) as caught:
-        fit_into(bound, bound / "box/runs/kept")
+        fit_into(restricted_directory, restricted_directory / "box/runs/kept")
     assert not isinstance(caught.value, CheckpointDamaged)
 
 
 def test_set_aside_renames_and_keeps_the_bytes(tmp_path):
     for k in (1, 2):
-        small(tmp_path / "step-1", value=float(k))
+        save_small(tmp_path / "step-1", value=float(k))
         assert set_aside_damaged(tmp_path / "step-1") == tmp_path / f"step-1.damaged-{k}"
         assert_small(tmp_path / f"step-1.damaged-{k}", value=float(k))
     assert find_checkpoints(tmp_path) == []
@@ -259,14 +260,14 @@ def test_set_aside_renames_and_keeps_the_bytes(tmp_path):
 
 
 def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
-    path = small(tmp_path / "step-1")
+    path = save_small(tmp_path / "step-1")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
         with pytest.raises(CheckpointError, match=r"cannot remove .*step-1"):
             remove_checkpoint(path)
     assert find_checkpoints(tmp_path) == []
     assert not path.exists()
-    small(tmp_path / "step-4")
+    save_small(tmp_path / "step-4")
     clean_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["step-4"]
 
@@ -293,12 +294,12 @@ def test_link_is_removed_but_its_target_stays(tmp_path, caplog, asynchronous):
     saver = lumen.ModelCheckpoint(dirpath=folder, every_n_train_steps=1, keep_last=2, asynchronous=asynchronous)
     trainer = quiet_trainer(tmp_path, max_steps=6, callbacks=[MovesAway(folder, elsewhere), saver], log_level="INFO")
     trainer.fit(Regression(), loader(50, 8))
-    assert names(folder) == ["step-00000005", "step-00000006"]
+    assert list_names(folder) == ["step-00000005", "step-00000006"]
     assert Checkpoint.open(elsewhere / "moved").info["finished"] is None
     said = f"removing the link {folder / 'step-00000002'}; its target is kept: {elsewhere / 'moved'}"
     assert caplog.messages.count(said) == 1
     clean_leftovers(folder)
-    assert names(folder) == ["step-00000005", "step-00000006"]
+    assert list_names(folder) == ["step-00000005", "step-00000006"]
 
 
 def test_run_resumes_through_links_and_survives_dangling_ones(tmp_path):
@@ -308,13 +309,13 @@ def test_run_resumes_through_links_and_survives_dangling_ones(tmp_path):
     os.rename(folder / "step-00000002", elsewhere / "step")
     (folder / "step-00000002").symlink_to(elsewhere / "step")
     fit(tmp_path, 3, keep_last=1)
-    assert names(folder) == ["step-00000003"]
+    assert list_names(folder) == ["step-00000003"]
     assert (elsewhere / "step/manifest.json").is_file()
     other = tmp_path / "other/kept"
     saver = lumen.ModelCheckpoint(dirpath=other, every_n_train_steps=1, keep_last=2)
     moving = MovesAway(other, elsewhere, loses=True)
     quiet_trainer(tmp_path, max_steps=6, callbacks=[moving, saver]).fit(Regression(), loader(50, 8))
-    assert names(other) == ["step-00000002", "step-00000005", "step-00000006"]
+    assert list_names(other) == ["step-00000002", "step-00000005", "step-00000006"]
 
 
 def test_clean_leftovers_removes_only_unfinished_saves(tmp_path):

@@ -12,20 +12,20 @@ from safetensors.torch import load_file
 import lumen
 from lumen.cli import main
 from lumen.profilers import PassThroughProfiler, SimpleProfiler, TorchProfiler
-from tests.helpers.cli import fit, saved, write
+from tests.helpers.cli import fit, read_saved_config, write_config
 from tests.helpers.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.working_directory import CONFIG
 
 pytestmark = pytest.mark.usefixtures("config_directory")
 
 
-def group(trainer):
+def get_optimizer_group(trainer):
     return trainer.optimizers[0].param_groups[0]
 
 
-def metrics(path):
-    return rows_of(Path(path) / "metrics.csv")
+def read_metrics(path):
+    return read_rows(Path(path) / "metrics.csv")
 
 
 # ---------------------------------------------------------------------- starting
@@ -76,11 +76,11 @@ def test_arguments_accepted_only_for_rejection_are_no_options(capsys):
 
 
 def test_null_in_a_file_overrides_earlier_files():
-    write("first.yaml", {"trainer": {"gradient_clip_val": 0.5}, "model": {"label": "a", "widths": [1]}})
-    write("second.yaml", {"trainer": {"gradient_clip_val": None}, "model": {"label": None}})
+    write_config("first.yaml", {"trainer": {"gradient_clip_val": 0.5}, "model": {"label": "a", "widths": [1]}})
+    write_config("second.yaml", {"trainer": {"gradient_clip_val": None}, "model": {"label": None}})
     trainer, task = fit("--config", "first.yaml", "--config", "second.yaml")
     assert (trainer.gradient_clip_val, task.hparams.label, task.hparams.widths) == (None, None, (1,))
-    assert saved()["model"]["init_args"]["label"] is None
+    assert read_saved_config()["model"]["init_args"]["label"] is None
 
 
 def test_command_line_overrides_files_overrides_environment(monkeypatch):
@@ -88,8 +88,10 @@ def test_command_line_overrides_files_overrides_environment(monkeypatch):
         monkeypatch.setenv(f"LUMEN_FIT__TRAINER__{key}", str(number))
     monkeypatch.setenv("LUMEN_FIT__MODEL__LR", "0.5")
     monkeypatch.setenv("LUMEN_VALIDATE__TRAINER__MAX_STEPS", "abc")
-    write("first.yaml", {"trainer": {"max_steps": 20, "log_every_n_steps": 21, "min_steps": 22}, "model": {"lr": 0.06}})
-    write("second.yaml", {"trainer": {"max_steps": 30, "log_every_n_steps": 31}})
+    write_config(
+        "first.yaml", {"trainer": {"max_steps": 20, "log_every_n_steps": 21, "min_steps": 22}, "model": {"lr": 0.06}}
+    )
+    write_config("second.yaml", {"trainer": {"max_steps": 30, "log_every_n_steps": 31}})
     words = ["--config", "first.yaml", "--config", "second.yaml", "--trainer.max_steps=4", "--trainer.min_epochs", "1"]
     trainer, task = fit(*words)
     plan = trainer.plan
@@ -121,7 +123,7 @@ def test_print_config_flags_leave_out_parts(capsys, command, flags):
     assert ("precision" in config["trainer"]) == ("skip_default" not in flags)
     assert config["model"]["init_args"]["lr"] == 0.3
     assert config["optimizer"]["class_path"] == "torch.optim.SGD"
-    assert main([command, "--config", write("printed.yaml", printed), "--print_config"]) == 0
+    assert main([command, "--config", write_config("printed.yaml", printed), "--print_config"]) == 0
     assert capsys.readouterr().out == everything
     assert not Path("runs").exists()
 
@@ -198,23 +200,23 @@ def test_options_documented_with_plus_accept_it(capsys):
     }
     words = [f"--{option}+={added.get(option, 'some')}" for option in options]
     assert {"trainer.callbacks", "trainer.logger", "trainer.resume_parts", "trainer.compile"} < set(options)
-    one = listed(capsys, *words)
-    two = listed(capsys, *words, *words)
+    one = list_classes(capsys, *words)
+    two = list_classes(capsys, *words, *words)
     for option in options:
         group, name = option.split(".")
         assert len(two[group][name]) == len(one[group][name]) + 1
         assert isinstance(two[group][name], dict if name == "callbacks" else list)
 
 
-def listed(capsys, *words, config="line.yaml"):
+def list_classes(capsys, *words, config="line.yaml"):
     capsys.readouterr()
     words = [*words, "--optimizer=SGD", "--print_config=skip_default"]
     assert main(["fit", "--config", config, *words]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
-def listed_callbacks(capsys, *words, config="line.yaml"):
-    return listed(capsys, *words, config=config)["trainer"]["callbacks"]
+def list_callbacks(capsys, *words, config="line.yaml"):
+    return list_classes(capsys, *words, config=config)["trainer"]["callbacks"]
 
 
 EARLY = {"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 7}}
@@ -225,38 +227,36 @@ EARLY_WORDS = [
 
 @pytest.mark.slow
 def test_plus_appends_and_later_options_configure_it(capsys):
-    write(
+    write_config(
         "listed.yaml",
         {"trainer": {"callbacks": [{"class_path": "tests.helpers.cli_tasks.Loud", "init_args": {"volume": 5}}]}},
     )
     files = ["--config", "listed.yaml"]
-    write(
+    write_config(
         "bare.yaml",
         CONFIG | {"trainer": {key: CONFIG["trainer"][key] for key in CONFIG["trainer"] if key != "callbacks"}},
     )
     loud = {"class_path": "tests.helpers.cli_tasks.Loud", "init_args": {"volume": 5}}
     bar = {"class_path": "lumen.LearningRateMonitor"}
     more = [*EARLY_WORDS, "--trainer.callbacks+", "LearningRateMonitor"]
-    assert listed_callbacks(capsys, *files, *EARLY_WORDS, config="bare.yaml") == [loud, EARLY]
-    assert listed_callbacks(capsys, *files, *more, config="bare.yaml") == [loud, EARLY, bar]
-    assert listed_callbacks(capsys, *EARLY_WORDS, config="bare.yaml") == [EARLY]
+    assert list_callbacks(capsys, *files, *EARLY_WORDS, config="bare.yaml") == [loud, EARLY]
+    assert list_callbacks(capsys, *files, *more, config="bare.yaml") == [loud, EARLY, bar]
+    assert list_callbacks(capsys, *EARLY_WORDS, config="bare.yaml") == [EARLY]
     in_one = ["--trainer.callbacks+", "{class_path: EarlyStopping, patience: 7, monitor: val_loss}"]
-    assert listed_callbacks(capsys, *files, *in_one, config="bare.yaml") == [loud, EARLY]
+    assert list_callbacks(capsys, *files, *in_one, config="bare.yaml") == [loud, EARLY]
     several = [
         "--trainer.callbacks+",
         "[{class_path: EarlyStopping, patience: 7, monitor: val_loss}, LearningRateMonitor]",
     ]
-    assert listed_callbacks(capsys, *files, *several, config="bare.yaml") == [loud, EARLY, bar]
+    assert list_callbacks(capsys, *files, *several, config="bare.yaml") == [loud, EARLY, bar]
     of_words = ["--trainer.callbacks=[LearningRateMonitor]", *EARLY_WORDS]
-    assert listed_callbacks(capsys, *files, *of_words, config="bare.yaml") == [bar, EARLY]
+    assert list_callbacks(capsys, *files, *of_words, config="bare.yaml") == [bar, EARLY]
     single = ["--trainer.callbacks=LearningRateMonitor", *EARLY_WORDS]
-    assert listed_callbacks(capsys, *single, config="bare.yaml") == [bar, EARLY]
+    assert list_callbacks(capsys, *single, config="bare.yaml") == [bar, EARLY]
 
 
 def test_a_plus_adds_to_callbacks_that_have_names(capsys):
-    found = listed_callbacks(
-        capsys, *EARLY_WORDS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=x"
-    )
+    found = list_callbacks(capsys, *EARLY_WORDS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=x")
     assert list(found) == ["spy", "earlystopping", "earlystopping2"]
     assert found["earlystopping"] == EARLY
     trainer, _ = fit(*EARLY_WORDS)
@@ -264,7 +264,7 @@ def test_a_plus_adds_to_callbacks_that_have_names(capsys):
 
 
 def test_plus_appends_to_any_list():
-    write("many.yaml", {"model": {"init_args": {"widths": [3]}}})
+    write_config("many.yaml", {"model": {"init_args": {"widths": [3]}}})
     _, task = fit("--model.widths+=4", "--config", "many.yaml", "--model.widths+", "[5, 6]")
     assert tuple(task.hparams.widths) == (3, 4, 5, 6)
     _, task = fit("--model.widths+=4")  # appended to the default
@@ -287,7 +287,7 @@ def test_errors_in_appended_values_are_reported(capsys):
 
 
 def test_a_nested_class_and_a_dataclass_are_built():
-    write("nested.yaml", {"model": {"init_args": {"noise": {"scale": 0.5}, "encoder": {"class_path": "ReLU"}}}})
+    write_config("nested.yaml", {"model": {"init_args": {"noise": {"scale": 0.5}, "encoder": {"class_path": "ReLU"}}}})
     _, task = fit("--config", "nested.yaml", "--model.noise.kind", "uniform", "--model.encoder.inplace", "true")
     assert isinstance(task.encoder, torch.nn.ReLU)
     assert task.encoder.inplace
@@ -297,7 +297,7 @@ def test_a_nested_class_and_a_dataclass_are_built():
 
 
 def test_arguments_behind_keywords_are_options():
-    write(
+    write_config(
         "keyword_task.py",
         "from tests.helpers.cli_tasks import Line\n\n"
         "class Keyword(Line):\n"
@@ -326,41 +326,41 @@ ADAMW = {"class_path": "AdamW", "init_args": {"lr": 0.3, "weight_decay": 0.7}}
     ],
 )
 def test_new_optimizer_drops_arguments_of_the_old_one(words):
-    write("adamw.yaml", {"optimizer": ADAMW})
-    write("sgd.yaml", {"optimizer": {"class_path": "torch.optim.SGD"}})
-    write("short.yaml", {"optimizer": "SGD"})
+    write_config("adamw.yaml", {"optimizer": ADAMW})
+    write_config("sgd.yaml", {"optimizer": {"class_path": "torch.optim.SGD"}})
+    write_config("short.yaml", {"optimizer": "SGD"})
     trainer, _ = fit("--config", "adamw.yaml", *words)
     assert type(trainer.optimizers[0]) is torch.optim.SGD
-    assert (group(trainer)["weight_decay"], group(trainer)["lr"]) == (0.0, 1e-3)
-    assert saved()["optimizer"]["init_args"]["weight_decay"] == 0.0
+    assert (get_optimizer_group(trainer)["weight_decay"], get_optimizer_group(trainer)["lr"]) == (0.0, 1e-3)
+    assert read_saved_config()["optimizer"]["init_args"]["weight_decay"] == 0.0
 
 
 def test_saved_config_can_switch_the_optimizer():
     fit("--optimizer", "AdamW")
-    assert saved()["optimizer"]["init_args"]["weight_decay"] == 0.01
+    assert read_saved_config()["optimizer"]["init_args"]["weight_decay"] == 0.01
     trainer, _ = fit("--optimizer", "SGD", config="runs/line/config.yaml")
-    assert group(trainer)["weight_decay"] == 0.0
+    assert get_optimizer_group(trainer)["weight_decay"] == 0.0
 
 
 def test_arguments_of_new_class_apply_in_any_order():
-    write("adamw.yaml", {"optimizer": ADAMW})
+    write_config("adamw.yaml", {"optimizer": ADAMW})
     for words in (["--optimizer.lr", "0.2", "--optimizer", "SGD"], ["--optimizer", "SGD", "--optimizer.lr", "0.2"]):
         trainer, _ = fit("--config", "adamw.yaml", *words)
-        assert (group(trainer)["lr"], group(trainer)["weight_decay"]) == (0.2, 0.0)
+        assert (get_optimizer_group(trainer)["lr"], get_optimizer_group(trainer)["weight_decay"]) == (0.2, 0.0)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "torch.optim.AdamW"])
 def test_naming_the_same_class_again_keeps_its_arguments(name):
-    write("adamw.yaml", {"optimizer": ADAMW})
+    write_config("adamw.yaml", {"optimizer": ADAMW})
     trainer, _ = fit("--config", "adamw.yaml", "--optimizer", name, "--optimizer.lr=0.1")
-    assert (group(trainer)["lr"], group(trainer)["weight_decay"]) == (0.1, 0.7)
+    assert (get_optimizer_group(trainer)["lr"], get_optimizer_group(trainer)["weight_decay"]) == (0.1, 0.7)
 
 
 def test_an_environments_optimizer_leaves_nothing_behind_either(monkeypatch):
     monkeypatch.setenv("LUMEN_FIT__OPTIMIZER", "AdamW")
     monkeypatch.setenv("LUMEN_FIT__OPTIMIZER__WEIGHT_DECAY", "0.7")
-    assert group(fit()[0])["weight_decay"] == 0.7
-    assert group(fit("--optimizer", "SGD")[0])["weight_decay"] == 0.0
+    assert get_optimizer_group(fit()[0])["weight_decay"] == 0.7
+    assert get_optimizer_group(fit("--optimizer", "SGD")[0])["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize("by_file", [False, True])
@@ -380,9 +380,9 @@ def test_switching_any_class_drops_the_old_arguments(by_file):
         "lr_scheduler": {"class_path": "ExponentialLR", "init_args": {"gamma": 0.9}},
         "trainer": {"callbacks": {"other": {"class_path": "tests.helpers.cli_tasks.Loud"}}},
     }
-    words = ["--config", write("before.yaml", before)]
+    words = ["--config", write_config("before.yaml", before)]
     if by_file:
-        words += ["--config", write("after.yaml", after)]
+        words += ["--config", write_config("after.yaml", after)]
     else:
         words += ["--model", after["model"], "--data", after["data"]]
         words += ["--lr_scheduler.gamma=0.9", "--lr_scheduler=ExponentialLR"]
@@ -396,8 +396,10 @@ def test_switching_any_class_drops_the_old_arguments(by_file):
 
 
 def test_switching_a_nested_class_drops_its_arguments_too():
-    write("nested.yaml", {"model": {"init_args": {"encoder": {"class_path": "CELU", "init_args": {"alpha": 0.3}}}}})
-    write("other.yaml", {"model": {"init_args": {"encoder": {"class_path": "torch.nn.ELU"}}}})
+    write_config(
+        "nested.yaml", {"model": {"init_args": {"encoder": {"class_path": "CELU", "init_args": {"alpha": 0.3}}}}}
+    )
+    write_config("other.yaml", {"model": {"init_args": {"encoder": {"class_path": "torch.nn.ELU"}}}})
     assert fit("--config", "nested.yaml", "--model.encoder.alpha=0.5")[1].encoder.alpha == 0.5
     assert fit("--config", "nested.yaml", "--config", "other.yaml")[1].encoder.alpha == 1.0
     assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.ELU")[1].encoder.alpha == 1.0
@@ -417,7 +419,9 @@ def test_callbacks_may_be_listed_on_the_command_line():
 
 @pytest.mark.slow
 def test_word_replaces_object_where_both_are_accepted():
-    write("traced.yaml", {"trainer": {"profiler": {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 1}}}})
+    write_config(
+        "traced.yaml", {"trainer": {"profiler": {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 1}}}}
+    )
     assert type(fit("--config", "traced.yaml")[0].profiler) is TorchProfiler
     assert type(fit("--config", "traced.yaml", "--trainer.profiler", "simple")[0].profiler) is SimpleProfiler
     assert type(fit("--config", "traced.yaml", "--trainer.profiler", "null")[0].profiler) is PassThroughProfiler
@@ -429,7 +433,7 @@ def test_word_replaces_object_where_both_are_accepted():
 def test_configured_optimizer_replaces_configure_optimizers_with_one_message(capsys):
     trainer, task = fit("--optimizer", "Adagrad", "--optimizer.lr", "0.25")
     assert type(trainer.optimizers[0]) is torch.optim.Adagrad
-    assert {id(p) for p in group(trainer)["params"]} == {id(p) for p in task.parameters()}
+    assert {id(p) for p in get_optimizer_group(trainer)["params"]} == {id(p) for p in task.parameters()}
     said = "optimizer: torch.optim.Adagrad, instead of the task's configure_optimizers"
     assert capsys.readouterr().err.count(said) == 1
     trainer, _ = fit("--optimizer", "null")
@@ -443,44 +447,44 @@ def test_lr_schedule_says_when_the_scheduler_steps():
         "lr_scheduler": {"class_path": "StepLR", "init_args": {"step_size": 2, "gamma": 0.5}},
         "lr_schedule": {"interval": "step"},
     }
-    words = ["--config", write("scheduled.yaml", config)]
-    assert group(fit(*words)[0])["lr"] == 0.125  # 6 steps
-    assert group(fit(*words, "--lr_schedule.interval=epoch")[0])["lr"] == 0.5
-    assert group(fit(*words, "--lr_schedule.frequency", "3")[0])["lr"] == 0.5
+    words = ["--config", write_config("scheduled.yaml", config)]
+    assert get_optimizer_group(fit(*words)[0])["lr"] == 0.125  # 6 steps
+    assert get_optimizer_group(fit(*words, "--lr_schedule.interval=epoch")[0])["lr"] == 0.5
+    assert get_optimizer_group(fit(*words, "--lr_schedule.frequency", "3")[0])["lr"] == 0.5
     plateau = ["--lr_scheduler", "ReduceLROnPlateau", "--lr_schedule.monitor", "val_loss", "--lr_scheduler.patience=5"]
     scheduler = fit(*words, *plateau, "--lr_schedule.interval=epoch")[0].lr_scheduler_configs[0]
     assert (scheduler.monitor, scheduler.scheduler.patience) == ("val_loss", 5)
-    assert saved("runs/line-4")["lr_schedule"]["monitor"] == "val_loss"
+    assert read_saved_config("runs/line-4")["lr_schedule"]["monitor"] == "val_loss"
 
 
-def stoppers(trainer):
+def get_stoppers(trainer):
     return [callback for callback in trainer.callbacks if type(callback).__name__ == "EarlyStopping"]
 
 
 def test_named_callbacks_merge_over_configs_and_null_removes():
     early = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 8}}
-    config = write("early.yaml", {"trainer": {"callbacks": {"early": early}}})
-    assert [callback.patience for callback in stoppers(fit("--config", config)[0])] == [8]
+    config = write_config("early.yaml", {"trainer": {"callbacks": {"early": early}}})
+    assert [callback.patience for callback in get_stoppers(fit("--config", config)[0])] == [8]
     changes = ["--trainer.callbacks.early.patience", "9", "--trainer.callbacks.lr=LearningRateMonitor"]
     trainer, _ = fit("--config", config, *changes)
-    assert [(callback.patience, callback.monitor) for callback in stoppers(trainer)] == [(9, "val_loss")]
+    assert [(callback.patience, callback.monitor) for callback in get_stoppers(trainer)] == [(9, "val_loss")]
     assert any(type(callback).__name__ == "LearningRateMonitor" for callback in trainer.callbacks)
-    assert set(saved("runs/line-2")["trainer"]["callbacks"]) == {"spy", "early", "lr"}
+    assert set(read_saved_config("runs/line-2")["trainer"]["callbacks"]) == {"spy", "early", "lr"}
     assert main(["fit", "--config", "runs/line-2/config.yaml"]) == 0
-    assert [callback.patience for callback in stoppers(Spy.trainer)] == [9]
-    assert stoppers(fit("--config", config, "--trainer.callbacks.early=null")[0]) == []
-    off = write("off.yaml", {"trainer": {"callbacks": {"early": None}}})
-    assert stoppers(fit("--config", config, "--config", off)[0]) == []
+    assert [callback.patience for callback in get_stoppers(Spy.trainer)] == [9]
+    assert get_stoppers(fit("--config", config, "--trainer.callbacks.early=null")[0]) == []
+    off = write_config("off.yaml", {"trainer": {"callbacks": {"early": None}}})
+    assert get_stoppers(fit("--config", config, "--config", off)[0]) == []
 
 
 def test_callbacks_may_be_a_list_or_single():
     early = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}
-    listed = write("list.yaml", {"trainer": {"callbacks": ["tests.helpers.cli_tasks.Spy", early]}})
-    assert [callback.monitor for callback in stoppers(fit("--config", listed)[0])] == ["val_loss"]
+    listed = write_config("list.yaml", {"trainer": {"callbacks": ["tests.helpers.cli_tasks.Spy", early]}})
+    assert [callback.monitor for callback in get_stoppers(fit("--config", listed)[0])] == ["val_loss"]
     trainer, _ = fit(
         "--config", listed, "--trainer.callbacks", "tests.helpers.cli_tasks.Spy", "--trainer.logger", "CSVLogger"
     )
-    assert stoppers(trainer) == []
+    assert get_stoppers(trainer) == []
     assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger"]
 
 
@@ -491,7 +495,7 @@ def test_required_model_arguments_come_from_data(capsys):
     _, task = fit("--data.width", "5", "--data.label", "five")
     assert (task.hparams.width, task.hparams.label) == (5, None)  # label has a default value
     assert capsys.readouterr().err.count("model.width is 5, from data.width") == 1
-    assert saved()["model"]["init_args"]["width"] == 5
+    assert read_saved_config()["model"]["init_args"]["width"] == 5
     _, task = fit(config="runs/line/config.yaml")
     assert task.hparams.width == 5
     assert "from data.width" not in capsys.readouterr().err
@@ -504,21 +508,21 @@ def test_untyped_required_argument_comes_from_data_too():
         "    def __init__(self, width, label):\n"
         "        super().__init__(width, label=label)\n"
     )
-    write("bare.py", code)
+    write_config("bare.py", code)
     _, task = fit("--model", "bare.Bare", "--data.label", "five")
     assert (task.hparams.width, task.hparams.label) == (3, "five")
 
 
 def test_long_values_from_data_are_abbreviated_in_messages(capsys):
-    write("long.py", "from tests.helpers.cli_tasks import Line\n\nclass Long(Line):\n    def __init__(self, names):\n"
-          "        super().__init__(3)\n")  # fmt: skip
-    write("many.py", "from tests.helpers.cli_tasks import Points\n\nclass Many(Points):\n"
+    write_config("long.py", "from tests.helpers.cli_tasks import Line\n\nclass Long(Line):\n"
+          "    def __init__(self, names):\n        super().__init__(3)\n")  # fmt: skip
+    write_config("many.py", "from tests.helpers.cli_tasks import Points\n\nclass Many(Points):\n"
           "    names = [f'name {n}' for n in range(999)]\n")  # fmt: skip
     fit("--model", "long.Long", "--data", "many.Many")
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "from data.names" in line]
     assert said.startswith("model.names is ['name 0', 'name 1', ")
     assert len(said) < 120
-    assert saved()["model"]["init_args"]["names"] == [f"name {n}" for n in range(999)]
+    assert read_saved_config()["model"]["init_args"]["names"] == [f"name {n}" for n in range(999)]
 
 
 def test_given_arguments_are_not_taken_from_data(capsys):
@@ -543,32 +547,32 @@ def test_saved_config_repeats_the_run_exactly():
     assert Spy.trainer.run_directory == Path("runs/line-2")
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, second.get_parameter(name))
-    assert metrics("runs/line") == metrics("runs/line-2")
-    assert len(metrics("runs/line")) >= 6
-    renamed, original = saved("runs/line-2"), saved("runs/line")
+    assert read_metrics("runs/line") == read_metrics("runs/line-2")
+    assert len(read_metrics("runs/line")) >= 6
+    renamed, original = read_saved_config("runs/line-2"), read_saved_config("runs/line")
     assert (renamed["trainer"].pop("name"), original["trainer"].pop("name")) == ("line-2", "line")
     assert renamed == original
 
 
 def test_random_seed_is_recorded_and_repeats_the_run():
     _, first = fit("--seed_everything", "null")
-    seed = saved()["seed_everything"]
+    seed = read_saved_config()["seed_everything"]
     assert Spy.trainer.seed == seed
     _, second = fit(config="runs/line/config.yaml")
     assert torch.equal(first.layer.weight, second.layer.weight)
     fit("--seed_everything", "null")
-    assert saved("runs/line-3")["seed_everything"] != seed
+    assert read_saved_config("runs/line-3")["seed_everything"] != seed
 
 
 def test_resume_continues_in_place_with_the_saved_seed():
     fit("--trainer.max_epochs", "4", "--trainer.name", "whole", "--seed_everything", "null")
-    seed = saved("runs/whole")["seed_everything"]
+    seed = read_saved_config("runs/whole")["seed_everything"]
     fit("--trainer.max_epochs", "2", "--seed_everything", str(seed))
     trainer, _ = fit("--trainer.max_epochs", "4", "--seed_everything", "null", "--trainer.resume", "auto")
     assert trainer.run_directory == Path("runs/line")
     assert (trainer.seed, trainer.global_step) == (seed, 12)
-    assert metrics("runs/whole") == metrics("runs/line")
-    assert saved()["seed_everything"] == seed
+    assert read_metrics("runs/whole") == read_metrics("runs/line")
+    assert read_saved_config()["seed_everything"] == seed
 
 
 @pytest.mark.parametrize(
@@ -593,13 +597,13 @@ def test_seed_comes_from_the_checkpoint_that_is_read(words, seed):
     assert Spy.trainer.seed == seed
     if command == "fit":
         assert (Spy.trainer.run.seed, Spy.trainer.global_step) == (seed, 9)
-        assert saved(Spy.trainer.run_directory)["seed_everything"] == seed
+        assert read_saved_config(Spy.trainer.run_directory)["seed_everything"] == seed
 
 
 @pytest.mark.slow
 def test_resume_with_changed_options_keeps_old_config():
     fit()
-    first = saved()
+    first = read_saved_config()
     fit("--trainer.resume", "auto", config="runs/line/config.yaml")  # finished: a resume has no steps to train
     assert not Path("runs/line/config-1.yaml").exists()
     fit("--trainer.resume", "auto", "--trainer.max_epochs", "3", config="runs/line/config.yaml")
@@ -607,8 +611,8 @@ def test_resume_with_changed_options_keeps_old_config():
     fit("--trainer.resume", "last", "--trainer.max_epochs", "4", config="runs/line/config.yaml")
     assert yaml.safe_load(Path("runs/line/config-1.yaml").read_text()) == first
     assert Path("runs/line/config-2.yaml").read_text() == second
-    assert saved()["trainer"]["max_epochs"] == 4
-    assert saved()["trainer"]["resume"] is None
+    assert read_saved_config()["trainer"]["max_epochs"] == 4
+    assert read_saved_config()["trainer"]["resume"] is None
     assert not list(Path("runs/line").glob(".*.tmp"))
 
 
@@ -642,7 +646,7 @@ def test_evaluation_prints_a_table_and_writes_json(capsys):
     capsys.readouterr()
     by_name = values("validate", "--config", "line.yaml", "--ckpt_path", "last")
     table = capsys.readouterr().out
-    assert by_name == [{"val_loss": float(metrics("runs/line")[-1]["val_loss"])}]
+    assert by_name == [{"val_loss": float(read_metrics("runs/line")[-1]["val_loss"])}]
     assert "val_loss" in table
     assert f"{by_name[0]['val_loss']:.6g}" in table
     assert values("validate", "--config", "runs/line/config.yaml", "--ckpt_path=last") == by_name
@@ -690,7 +694,7 @@ def test_best_is_the_checkpoint_that_the_monitor_names():
     saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.monitor=val_loss"]
     fit(*saver, "--trainer.callbacks.saver.mode=max")  # `best` is the worst checkpoint here, so not the last one
     best = values("validate", "--config", "runs/line/config.yaml", "--ckpt_path", "best")[0]["val_loss"]
-    assert best == max(float(row["val_loss"]) for row in metrics("runs/line") if row["val_loss"])
+    assert best == max(float(row["val_loss"]) for row in read_metrics("runs/line") if row["val_loss"])
     assert best != values("validate", "--ckpt_path", "runs/line")[0]["val_loss"]
 
 
@@ -726,7 +730,7 @@ def test_predicted_tensors_are_printed_one_sample_per_line(capsys, model, line):
 
 
 def test_many_or_large_predictions_are_abbreviated(capsys):
-    write(
+    write_config(
         "large.py",
         "import torch\nfrom tests.helpers.cli_tasks import Line\n\n"
         "class Large(Line):\n    def predict_step(self, batch):\n        return torch.zeros(len(batch[0]), 5, 9)\n\n"

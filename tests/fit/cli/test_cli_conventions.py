@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 @pytest.fixture
-def printed(capsys):
+def print_config(capsys):
     """Return the settings of arguments, without defaults."""
 
     def run(*words, config="line.yaml"):
@@ -37,7 +37,7 @@ def printed(capsys):
 
 
 @pytest.fixture
-def refused(capsys):
+def catch_error(capsys):
     def run(*words):
         capsys.readouterr()
         assert main(["fit", "--config", "line.yaml", *words]) == 2
@@ -50,7 +50,7 @@ def refused(capsys):
 
 
 @pytest.fixture
-def helped(capsys):
+def print_help(capsys):
     """Return the help that is shown instead of a run."""
 
     def run(*words):
@@ -66,116 +66,116 @@ def helped(capsys):
 # ---------------------------------------------------------------------- callbacks
 
 
-def test_single_callback_replaces_all_of_a_config(printed):
+def test_single_callback_replaces_all_of_a_config(print_config):
     """`=` replaces; `+=` appends, which test_cli.py shows."""
-    assert printed(*EARLY)["trainer"]["callbacks"] == [STOPPER]
+    assert print_config(*EARLY)["trainer"]["callbacks"] == [STOPPER]
     Path("one.yaml").write_text("trainer: {callbacks: {class_path: EarlyStopping, init_args: {monitor: val_loss}}}")
-    assert printed("--config", "one.yaml", "--trainer.callbacks.patience=4")["trainer"]["callbacks"] == [STOPPER]
+    assert print_config("--config", "one.yaml", "--trainer.callbacks.patience=4")["trainer"]["callbacks"] == [STOPPER]
     Path("list.yaml").write_text(CONFIG.replace("{spy: tests.helpers.cli_tasks.Spy}", "[tests.helpers.cli_tasks.Spy]"))
-    assert printed(*EARLY, config="list.yaml")["trainer"]["callbacks"] == [STOPPER]
+    assert print_config(*EARLY, config="list.yaml")["trainer"]["callbacks"] == [STOPPER]
 
 
-def test_plus_key_in_config_extends_earlier_files(printed):
+def test_plus_key_in_config_extends_earlier_files(print_config):
     added = "[{class_path: EarlyStopping, init_args: {monitor: val_loss, patience: 4}}]"
     Path("more.yaml").write_text(f"trainer:\n  callbacks+: {added}\nmodel: {{init_args: {{widths+: [5]}}}}\n")
-    found = printed("--config", "more.yaml")
+    found = print_config("--config", "more.yaml")
     assert found["trainer"]["callbacks"] == {
         "spy": {"class_path": "tests.helpers.cli_tasks.Spy"},
         "earlystopping": STOPPER,
     }
     assert found["model"]["init_args"]["widths"] == [1, 2, 5]
     Path("monitor.yaml").write_text("trainer: {callbacks+: LearningRateMonitor}")
-    found = printed("--config", "more.yaml", "--config", "monitor.yaml", "--trainer.callbacks+=ProgressBar")
+    found = print_config("--config", "more.yaml", "--config", "monitor.yaml", "--trainer.callbacks+=ProgressBar")
     assert list(found["trainer"]["callbacks"]) == ["spy", "earlystopping", "learningratemonitor", "progressbar"]
     Path("both.yaml").write_text("trainer: {callbacks: [LearningRateMonitor], callbacks+: [ProgressBar]}")
-    found = printed("--config", "both.yaml")["trainer"]["callbacks"]
+    found = print_config("--config", "both.yaml")["trainer"]["callbacks"]
     assert [each["class_path"] for each in found] == ["lumen.LearningRateMonitor", "lumen.ProgressBar"]
 
 
-def test_error_in_appended_value_names_the_file(refused):
+def test_error_in_appended_value_names_the_file(catch_error):
     Path("more.yaml").write_text("trainer: {callbacks+: EarlyStoping}")
     said = "trainer.callbacks.earlystoping (more.yaml): lumen has no class EarlyStoping. Did you mean EarlyStopping"
-    assert said in refused("--config", "more.yaml")
+    assert said in catch_error("--config", "more.yaml")
 
 
 @pytest.mark.parametrize(("option", "value"), [("patience", "3"), ("monitor", "val_loss"), ("mode", "max")])
-def test_option_without_callback_explains_the_syntax(refused, option, value):
-    said = refused(f"--trainer.callbacks.{option}={value}")
+def test_option_without_callback_explains_the_syntax(catch_error, option, value):
+    said = catch_error(f"--trainer.callbacks.{option}={value}")
     assert said.startswith(f"trainer.callbacks.{option} (the command line): lumen has no class {value}. ")
     assert f"name the callback, --trainer.callbacks.NAME.{option}={value}, or add the callback first: " in said
     assert said.endswith(f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}={value}.")
 
 
 @pytest.mark.parametrize(("name", "ours"), [("EMAWeightAveraging", "EMA"), ("TQDMProgressBar", "ProgressBar")])
-def test_lightning_class_name_suggests_the_lumen_name(refused, name, ours):
-    said = refused(f"--trainer.callbacks+={name}")
+def test_lightning_class_name_suggests_the_lumen_name(catch_error, name, ours):
+    said = catch_error(f"--trainer.callbacks+={name}")
     assert (
         said == f"trainer.callbacks.{name.lower()} (the command line): lumen has no class {name}. Write lumen.{ours}."
     )
 
 
-def test_misspelled_callback_is_no_option(refused):
-    assert "--trainer.callbacks+" not in refused("--trainer.callbacks.early=EarlyStoping")
-    assert "--trainer.callbacks+" not in refused("--trainer.callbacks.early=nowhere.EarlyStopping")
+def test_misspelled_callback_is_no_option(catch_error):
+    assert "--trainer.callbacks+" not in catch_error("--trainer.callbacks.early=EarlyStoping")
+    assert "--trainer.callbacks+" not in catch_error("--trainer.callbacks.early=nowhere.EarlyStopping")
 
 
-def test_option_for_a_list_explains_appending(refused):
+def test_option_for_a_list_explains_appending(catch_error):
     Path("list.yaml").write_text("trainer: {callbacks: [LearningRateMonitor]}")
-    said = refused("--config", "list.yaml", "--trainer.callbacks.patience=3")
+    said = catch_error("--config", "list.yaml", "--trainer.callbacks.patience=3")
     assert "add an entry by --trainer.callbacks+, or give the entries names" in said
 
 
 # ---------------------------------------------------------------------- help
 
 
-def test_class_help_shows_the_named_or_configured_class(helped):
-    shown = helped("--config", "line.yaml", "--model.help")
+def test_class_help_shows_the_named_or_configured_class(print_help):
+    shown = print_help("--config", "line.yaml", "--model.help")
     assert "--model.lr" in shown
     assert "Fits a line" in shown
-    assert "--model.steepness" in helped("--config", "line.yaml", "--model.help", "tests.helpers.cli_tasks.Slope")
-    assert "--model.steepness" in helped(
+    assert "--model.steepness" in print_help("--config", "line.yaml", "--model.help", "tests.helpers.cli_tasks.Slope")
+    assert "--model.steepness" in print_help(
         "--config", "line.yaml", "--model", "tests.helpers.cli_tasks.Slope", "--model.help"
     )
-    shown = helped("--optimizer.help=AdamW")
+    shown = print_help("--optimizer.help=AdamW")
     assert "--optimizer.weight_decay" in shown
     assert "--optimizer.params" not in shown
-    assert "--trainer.callbacks.patience" in helped("--trainer.callbacks.help", "EarlyStopping")
-    assert "--trainer.profiler.help" in helped("--trainer.help")
-    assert "--help all" in helped("-h")
+    assert "--trainer.callbacks.patience" in print_help("--trainer.callbacks.help", "EarlyStopping")
+    assert "--trainer.profiler.help" in print_help("--trainer.help")
+    assert "--help all" in print_help("-h")
 
 
-def test_help_for_a_class_inside_another_class(helped):
+def test_help_for_a_class_inside_another_class(print_help):
     encoder = ["--model.encoder", "{class_path: torch.nn.CELU}"]
-    assert "--model.encoder.alpha" in helped(
+    assert "--model.encoder.alpha" in print_help(
         "--model.help=tests.helpers.cli_tasks.Line", "--model.encoder.help=torch.nn.CELU"
     )
-    assert "--model.encoder.alpha" in helped("--config=line.yaml", *encoder, "--model.help", "--model.encoder.help")
+    assert "--model.encoder.alpha" in print_help("--config=line.yaml", *encoder, "--model.help", "--model.encoder.help")
 
 
 # ---------------------------------------------------------------------- files and classes
 
 
-def test_short_c_option_and_later_files_win(printed):
+def test_short_c_option_and_later_files_win(print_config):
     Path("second.yaml").write_text("trainer: {max_steps: 5}\nmodel: {init_args: {lr: 0.3}}\n")
     for option in ("-c", "--config"):
-        found = printed(option, "second.yaml")
+        found = print_config(option, "second.yaml")
         assert (found["trainer"]["max_steps"], found["model"]["init_args"]) == (5, {"lr": 0.3})
         assert found["seed_everything"] == 7
 
 
 @pytest.mark.parametrize("key", ["model", "data", "trainer", "optimizer", "lr_scheduler"])
-def test_file_for_one_group_explains_config_files(refused, key):
+def test_file_for_one_group_explains_config_files(catch_error, key):
     said = (
         f"--{key} {key}.yaml: expected a value, found a file. Write --config {key}.yaml, with the settings "
         f"below `{key}:` in this file."
     )
-    assert refused(f"--{key}", f"{key}.yaml") == said
+    assert catch_error(f"--{key}", f"{key}.yaml") == said
 
 
-def test_short_class_names_and_both_argument_forms_work(printed):
+def test_short_class_names_and_both_argument_forms_work(print_config):
     words = ["--model=Slope", "--model.init_args.steepness=2", "--model.lr=0.5", "--optimizer=SGD"]
     words += ["--optimizer.init_args.momentum=0.9", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2"]
-    found = printed(*words, "--trainer.logger=CSVLogger", "--trainer.profiler=SimpleProfiler")
+    found = print_config(*words, "--trainer.logger=CSVLogger", "--trainer.profiler=SimpleProfiler")
     assert found["model"] == {"class_path": "tests.helpers.cli_tasks.Slope", "init_args": {"lr": 0.5, "steepness": 2.0}}
     assert found["optimizer"] == {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9}}
     assert found["lr_scheduler"]["init_args"]["step_size"] == 2
@@ -210,31 +210,31 @@ def test_injected_optimizer_needs_no_parameters_in_config():
     assert type(Spy.trainer.optimizers[0]) is torch.optim.AdamW
 
 
-def test_fit_options_with_other_names_are_suggested(refused):
-    assert refused("--ckpt_path=last") == (
+def test_fit_options_with_other_names_are_suggested(catch_error):
+    assert catch_error("--ckpt_path=last") == (
         "ckpt_path (the command line): lumen has no option ckpt_path. For fit use trainer.resume."
     )
     Path("own.yaml").write_text("config: line.yaml")
-    assert refused("--config", "own.yaml").endswith("Name config files by --config FILE only.")
+    assert catch_error("--config", "own.yaml").endswith("Name config files by --config FILE only.")
 
 
 # ---------------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize("text", ["x:", "3", "a: b", "[1", "15:00"])
-def test_text_stays_text(printed, text):
-    assert printed("--model.label", text)["model"]["init_args"]["label"] == text
+def test_text_stays_text(print_config, text):
+    assert print_config("--model.label", text)["model"]["init_args"]["label"] == text
 
 
 @pytest.mark.parametrize("key", ["val_check_interval", "max_steps"])
 @pytest.mark.parametrize("by_file", [False, True])
-def test_a_duration_is_never_read_as_a_number(refused, key, by_file):
+def test_a_duration_is_never_read_as_a_number(catch_error, key, by_file):
     """YAML 1.1 reads 15:00 as 900, which would be optimizer steps."""
     Path("often.yaml").write_text(f"trainer: {{{key}: 15:00}}")
     words = ["--config", "often.yaml"] if by_file else [f"--trainer.{key}", "15:00"]
     source = "often.yaml" if by_file else "the command line"
     said = f"trainer.{key} ({source}): YAML reads 15:00 as 900. For a duration write 015:00."
-    assert refused(*words) == said
+    assert catch_error(*words) == said
 
 
 def test_duration_with_leading_zero_is_accepted():
@@ -255,8 +255,8 @@ def test_duration_with_leading_zero_is_accepted():
         (["--trainer.init_from.pth=x"], "trainer.init_from.pth (the command line): Weights has no option pth."),
     ],
 )
-def test_nested_errors_name_the_full_key(refused, words, said):
-    assert said in refused(*words)
+def test_nested_errors_name_the_full_key(catch_error, words, said):
+    assert said in catch_error(*words)
 
 
 def test_environment_variable_of_scripts_suggests_the_command_form(monkeypatch, capsys):

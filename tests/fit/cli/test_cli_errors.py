@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 @pytest.fixture
-def refused(capsys):
+def catch_error(capsys):
     """Run a command that must fail before it writes a file, and return its message."""
 
     def run(*words, code=2):
@@ -42,13 +42,13 @@ def refused(capsys):
     return run
 
 
-def fit(refused, *words, config=None):
+def fit(catch_error, *words, config=None):
     """Return the error of `fit` with line.yaml, a second file and options."""
     files = ["--config", "line.yaml"]
     if config is not None:
         Path("second.yaml").write_text(config)
         files += ["--config", "second.yaml"]
-    return refused("fit", *files, *words)
+    return catch_error("fit", *files, *words)
 
 
 # ---------------------------------------------------------------------- keys
@@ -117,25 +117,31 @@ def fit(refused, *words, config=None):
         ),
     ],
 )
-def test_unknown_key_names_file_and_nearest_key(refused, config, message):
-    assert message in fit(refused, config=config)
+def test_unknown_key_names_file_and_nearest_key(catch_error, config, message):
+    assert message in fit(catch_error, config=config)
 
 
-def test_unknown_key_names_command_line_or_environment(refused, monkeypatch):
-    assert "model.lrr (the command line): Line has no option lrr. Did you mean lr?" in fit(refused, "--model.lrr", "3")
-    assert "Did you mean --config?" in fit(refused, "--confg", "x")
+def test_unknown_key_names_command_line_or_environment(catch_error, monkeypatch):
+    assert "model.lrr (the command line): Line has no option lrr. Did you mean lr?" in fit(
+        catch_error, "--model.lrr", "3"
+    )
+    assert "Did you mean --config?" in fit(catch_error, "--confg", "x")
     monkeypatch.setenv("LUMEN_FIT__TRAINER__MAX_STEP", "3")
-    assert "trainer.max_step (the environment variable LUMEN_FIT__TRAINER__MAX_STEP): Trainer has no" in fit(refused)
+    assert "trainer.max_step (the environment variable LUMEN_FIT__TRAINER__MAX_STEP): Trainer has no" in fit(
+        catch_error
+    )
 
 
-def test_all_that_is_wrong_is_said_at_once(refused):
-    said = fit(refused, "--model.lrr", "3", "--trainer.max_steps", "many", "--data", "tests.helpers.cli_tasks.Pints")
+def test_all_that_is_wrong_is_said_at_once(catch_error):
+    said = fit(
+        catch_error, "--model.lrr", "3", "--trainer.max_steps", "many", "--data", "tests.helpers.cli_tasks.Pints"
+    )
     assert sorted(line.split(" ")[0] for line in said.splitlines()) == ["data", "model.lrr", "trainer.max_steps"]
 
 
-def test_wrong_value_names_its_last_source(refused):
+def test_wrong_value_names_its_last_source(catch_error):
     Path("third.yaml").write_text("trainer: {max_epochs: 1}")
-    said = fit(refused, "--config", "third.yaml", "--model.lr=1", config="trainer: {max_steps: many}")
+    said = fit(catch_error, "--config", "third.yaml", "--model.lr=1", config="trainer: {max_steps: many}")
     assert said == "trainer.max_steps (second.yaml): expected int, found 'many'.\n"
 
 
@@ -158,8 +164,8 @@ def test_wrong_value_names_its_last_source(refused):
         (["fit", "--config", "lin.yaml"], "cannot read the config file lin.yaml: "),
     ],
 )
-def test_unreadable_command_line_explains_the_syntax(refused, words, message):
-    assert message in refused(*words)
+def test_unreadable_command_line_explains_the_syntax(catch_error, words, message):
+    assert message in catch_error(*words)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +182,8 @@ def test_unreadable_command_line_explains_the_syntax(refused, words, message):
         ("optimizer: {lr: 3}", "optimizer: no class is named. Write class_path: module.Class."),
     ],
 )
-def test_a_file_that_is_no_config_is_named(refused, config, message):
-    assert message in fit(refused, config=config)
+def test_a_file_that_is_no_config_is_named(catch_error, config, message):
+    assert message in fit(catch_error, config=config)
 
 
 # ---------------------------------------------------------------------- classes
@@ -200,11 +206,11 @@ def test_a_file_that_is_no_config_is_named(refused, config, message):
         (["--model.encoder", "{class_path: ELU}"], "model.encoder (the command line): several classes are called ELU: torch."),
     ],
 )  # fmt: skip
-def test_missing_class_suggests_the_nearest_one(refused, words, message):
-    assert message in fit(refused, *words)
+def test_missing_class_suggests_the_nearest_one(catch_error, words, message):
+    assert message in fit(catch_error, *words)
 
 
-def test_missing_module_lists_searched_directories(refused, monkeypatch, tmp_path):
+def test_missing_module_lists_searched_directories(catch_error, monkeypatch, tmp_path):
     for folder in ("project/configs", "project/package", "elsewhere", "added"):
         Path(folder).mkdir(parents=True)
     Path("project/my_tasks_of_c11.py").write_text("from tests.helpers.cli_tasks import Line\n")
@@ -218,12 +224,12 @@ def test_missing_module_lists_searched_directories(refused, monkeypatch, tmp_pat
     begin = (
         "model (../project/configs/mine.yaml): cannot import my_tasks_of_c11.Line: there is no module my_tasks_of_c11."
     )
-    assert refused(*fit_words) == f"{begin} {looked} packages. {advice}\n"
-    said = refused(*fit_words, "--model", "package.Line")
+    assert catch_error(*fit_words) == f"{begin} {looked} packages. {advice}\n"
+    said = catch_error(*fit_words, "--model", "package.Line")
     assert f"there is no module package. {looked} packages. The module is in {tmp_path}/project: start" in said
-    said = refused(*fit_words, "--model", "nowhere_at_all.Line")
+    said = catch_error(*fit_words, "--model", "nowhere_at_all.Line")
     assert "Start lumen in the directory of this module, or add that directory to PYTHONPATH." in said
-    said = refused(*fit_words, "--model", "tests.helpers.cli_task.Line")
+    said = catch_error(*fit_words, "--model", "tests.helpers.cli_task.Line")
     assert f"Did you mean cli_tasks or tasks? Python searched {Path(cli_tasks.__file__).parent}." in said
     monkeypatch.chdir(tmp_path / "project")
     assert main(["fit", "--config", "configs/mine.yaml", "--print_config"]) == 0
@@ -283,8 +289,8 @@ def test_import_error_in_user_module_passes_through():
         (["--lr_schedule.interval=week"], "lr_schedule.interval (the command line): expected one of step, epoch, token, found 'week'."),
     ],
 )  # fmt: skip
-def test_wrong_type_names_the_expected_type(refused, words, message):
-    assert message in fit(refused, *words)
+def test_wrong_type_names_the_expected_type(catch_error, words, message):
+    assert message in fit(catch_error, *words)
 
 
 TUNED = """\
@@ -305,29 +311,29 @@ trainer:
         "trainer.strategy.timeout_s", "trainer.callbacks.stop.patience",
     ],
 )  # fmt: skip
-def test_files_refuse_what_the_command_line_refuses(refused, key, value):
+def test_files_refuse_what_the_command_line_refuses(catch_error, key, value):
     names, config = key.split("."), value
     for name in reversed(names):
         config = f"{{{name}: {config}}}"
     Path("tuned.yaml").write_text(TUNED)
     Path("third.yaml").write_text(config)
-    of_file = fit(refused, "--config", "tuned.yaml", "--config", "third.yaml")
-    of_words = fit(refused, "--config", "tuned.yaml", f"--{key}={value}")
+    of_file = fit(catch_error, "--config", "tuned.yaml", "--config", "third.yaml")
+    of_words = fit(catch_error, "--config", "tuned.yaml", f"--{key}={value}")
     assert of_file == of_words.replace("(the command line)", "(third.yaml)")
     assert of_file.startswith(f"{key} (third.yaml): expected ")
     assert f"found {value}" in of_file
 
 
-def test_missing_required_argument_is_named(refused):
+def test_missing_required_argument_is_named(catch_error):
     assert "lr_scheduler (the command line): StepLR needs step_size." in fit(
-        refused, "--optimizer=SGD", "--lr_scheduler=StepLR"
+        catch_error, "--optimizer=SGD", "--lr_scheduler=StepLR"
     )
-    orphan = fit(refused, "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5")
+    orphan = fit(catch_error, "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5")
     assert "lr_scheduler needs an optimizer. Set optimizer too." in orphan
-    linear = fit(refused, "--model.encoder", "{class_path: torch.nn.Linear}", "--model.encoder.in_features=3")
+    linear = fit(catch_error, "--model.encoder", "{class_path: torch.nn.Linear}", "--model.encoder.in_features=3")
     assert "model.encoder (the command line): Linear needs out_features." in linear
     early = "trainer.callbacks.early (the command line): EarlyStopping needs monitor."
-    assert early in fit(refused, "--trainer.callbacks.early=EarlyStopping")
+    assert early in fit(catch_error, "--trainer.callbacks.early=EarlyStopping")
 
 
 def test_value_rejected_by_optimizer_is_a_config_error(capsys):
@@ -336,9 +342,9 @@ def test_value_rejected_by_optimizer_is_a_config_error(capsys):
     assert said in capsys.readouterr().err
 
 
-def test_naming_one_callback_does_not_drop_a_list(refused):
+def test_naming_one_callback_does_not_drop_a_list(catch_error):
     config = "trainer: {callbacks: [LearningRateMonitor]}"
-    said = fit(refused, "--trainer.callbacks.early.patience=3", config=config)
+    said = fit(catch_error, "--trainer.callbacks.early.patience=3", config=config)
     assert (
         "trainer.callbacks is a list. Write the whole list, add an entry by --trainer.callbacks+, or give "
         "the entries names." in said
@@ -348,14 +354,14 @@ def test_naming_one_callback_does_not_drop_a_list(refused):
 # ---------------------------------------------------------------------- links
 
 
-def test_missing_argument_names_both_ways_to_set_it(refused):
+def test_missing_argument_names_both_ways_to_set_it(catch_error):
     Path("blank.py").write_text("import lumen\n\nclass Blank(lumen.DataModule):\n    pass\n")
-    said = fit(refused, "--data", "blank.Blank")
+    said = fit(catch_error, "--data", "blank.Blank")
     assert (
         "model.width is required and not set. Set width in the config or as --model.width, or give Blank an attribute width"
         in said
     )
-    assert "model (line.yaml): Line needs width. Set width." in fit(refused, "--data", "null")
+    assert "model (line.yaml): Line needs width. Set width." in fit(catch_error, "--data", "null")
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -370,15 +376,15 @@ def test_missing_argument_names_both_ways_to_set_it(refused):
         (["fit", "--output", "values.json"], "output (the command line): lumen has no option output."),
     ],
 )
-def test_unwritable_output_is_found_before_the_work(refused, words, message):
-    assert message in refused(words[0], "--config", "line.yaml", *words[1:])
+def test_unwritable_output_is_found_before_the_work(catch_error, words, message):
+    assert message in catch_error(words[0], "--config", "line.yaml", *words[1:])
 
 
-def test_missing_checkpoint_is_a_checkpoint_error(refused):
+def test_missing_checkpoint_is_a_checkpoint_error(catch_error):
     words = ["validate", "--config", "line.yaml", "--ckpt_path"]
-    assert "no valid checkpoint found in runs/line/checkpoints" in refused(*words, "last", code=1)
-    assert "no valid checkpoint found" in refused(*words, "elsewhere", code=1)
-    assert "no model is configured" in refused("validate", "--ckpt_path", "elsewhere")
+    assert "no valid checkpoint found in runs/line/checkpoints" in catch_error(*words, "last", code=1)
+    assert "no valid checkpoint found" in catch_error(*words, "elsewhere", code=1)
+    assert "no model is configured" in catch_error("validate", "--ckpt_path", "elsewhere")
 
 
 def test_predictions_unfit_for_file_suggest_another_format(capsys):
@@ -399,16 +405,16 @@ def test_predictions_unfit_for_file_suggest_another_format(capsys):
 # ---------------------------------------------------------------------- end of a command
 
 
-def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
-    assert "Stepless has no training_step" in fit(refused, "--model", "tests.helpers.cli_tasks.Stepless")
-    assert "the length of the training is not set" in fit(refused, "--trainer.max_steps", "null")
+def test_lumen_errors_are_one_paragraph_with_exit_code(catch_error, capsys):
+    assert "Stepless has no training_step" in fit(catch_error, "--model", "tests.helpers.cli_tasks.Stepless")
+    assert "the length of the training is not set" in fit(catch_error, "--trainer.max_steps", "null")
     assert "accumulate_grad_batches (the command line): must be at least 1" in fit(
-        refused, "--trainer.accumulate_grad_batches=0"
+        catch_error, "--trainer.accumulate_grad_batches=0"
     )
     for key in ("0.5", "1.0"):
         assert (
             f"trainer.accumulate_grad_batches (the command line): a key must be a whole number, found {key}. Write"
-            in fit(refused, f"--trainer.accumulate_grad_batches={{0: 1, {key}: 2}}")
+            in fit(catch_error, f"--trainer.accumulate_grad_batches={{0: 1, {key}: 2}}")
         )
     assert main(["fit", "--config", "line.yaml", "--trainer.resume=nowhere"]) == 1
     assert "no valid checkpoint" in capsys.readouterr().err
@@ -461,8 +467,8 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
         (["--config"], "--config: no file is named. Write --config FILE."),
     ],
 )  # fmt: skip
-def test_common_mistakes_are_one_line_errors(refused, words, message):
-    said = fit(refused, *words)
+def test_common_mistakes_are_one_line_errors(catch_error, words, message):
+    said = fit(catch_error, *words)
     assert said.startswith(message)
     assert said.count("\n") == 1
 
@@ -478,16 +484,16 @@ def test_common_mistakes_are_one_line_errors(refused, words, message):
         ("accelerator", "cup", "cpu"),
     ],
 )
-def test_misspelled_precision_strategy_or_accelerator_gets_a_suggestion(refused, option, mistyped, meant):
-    assert fit(refused, f"--trainer.{option}={mistyped}").endswith(f". Did you mean {meant}?\n")
+def test_misspelled_precision_strategy_or_accelerator_gets_a_suggestion(catch_error, option, mistyped, meant):
+    assert fit(catch_error, f"--trainer.{option}={mistyped}").endswith(f". Did you mean {meant}?\n")
 
 
-def test_similar_but_different_accelerator_gets_no_suggestion(refused):
-    assert "Did you mean" not in fit(refused, "--trainer.accelerator=tpu")
+def test_similar_but_different_accelerator_gets_no_suggestion(catch_error):
+    assert "Did you mean" not in fit(catch_error, "--trainer.accelerator=tpu")
 
 
-def test_option_without_section_suggests_its_section(refused):
-    said = fit(refused, config="lr: 0.1\ngpus: 2")
+def test_option_without_section_suggests_its_section(catch_error):
+    said = fit(catch_error, config="lr: 0.1\ngpus: 2")
     assert "lr (second.yaml): lumen has no option lr. Did you mean model.lr?" in said
     assert "gpus (second.yaml): lumen has no option gpus. Use trainer.accelerator and trainer.devices." in said
 

@@ -25,12 +25,12 @@ trainer:
 pytestmark = pytest.mark.usefixtures("config_directory")
 
 
-def trained(*words):
+def get_trained(*words):
     return fit(*words)[1].hparams
 
 
 @pytest.fixture
-def printed(capsys):
+def print_config(capsys):
     def run(*words):
         assert main(["fit", "--config", "line.yaml", *words, "--print_config"]) == 0
         return yaml.safe_load(capsys.readouterr().out)
@@ -39,7 +39,7 @@ def printed(capsys):
 
 
 @pytest.fixture
-def refused(capsys):
+def catch_error(capsys):
     def run(*words):
         assert main(["fit", "--config", "line.yaml", *words]) == 2
         return capsys.readouterr().err
@@ -49,10 +49,11 @@ def refused(capsys):
 
 def test_setting_takes_final_value_of_another():
     Path("more.yaml").write_text("model:\n  width: ${data.width}\n")
-    assert trained("--config", "more.yaml").width == 4
-    assert trained("--config", "more.yaml", "--data.width", "5").width == 5
+    assert get_trained("--config", "more.yaml").width == 4
+    assert get_trained("--config", "more.yaml", "--data.width", "5").width == 5
     assert (
-        trained("--config", "more.yaml", "--model.width", "4", "--model.label", "${data.width} wide").label == "4 wide"
+        get_trained("--config", "more.yaml", "--model.width", "4", "--model.label", "${data.width} wide").label
+        == "4 wide"
     )
 
 
@@ -62,17 +63,19 @@ def test_setting_takes_final_value_of_another():
 def test_every_way_to_name_a_setting(way, monkeypatch):
     monkeypatch.setenv("WIDTH", "4")
     Path("more.yaml").write_text("model: {widths: [4, 2]}\n")
-    assert trained("--config", "more.yaml", "--model.width", way).width == 4
+    assert get_trained("--config", "more.yaml", "--model.width", way).width == 4
 
 
-def test_lists_and_classes_can_be_interpolated(printed):
+def test_lists_and_classes_can_be_interpolated(print_config):
     Path("more.yaml").write_text(
         "model: {widths: '${trainer.limit_val_batches}'}\n"
         "trainer:\n"
         "  limit_val_batches: [1, 2]\n"
         "  callbacks: {first: {class_path: Spy, name: of two}, second: '${trainer.callbacks.first}', spy: null}\n"
     )
-    config = printed("--config", "more.yaml", "--trainer.limit_val_batches=3", "--model.widths=[1, '${data.width}']")
+    config = print_config(
+        "--config", "more.yaml", "--trainer.limit_val_batches=3", "--model.widths=[1, '${data.width}']"
+    )
     assert config["model"]["init_args"]["widths"] == [1, 4]
     assert config["trainer"]["callbacks"]["second"]["init_args"] == {"name": "of two"}
 
@@ -80,7 +83,7 @@ def test_lists_and_classes_can_be_interpolated(printed):
 def test_the_saved_config_repeats_the_run(monkeypatch):
     monkeypatch.setenv("SOMEWHERE", "here")
     label = "${oc.env:SOMEWHERE}/${trainer.name} \\${x} \\\\\\${y}"
-    first = trained("--model.width", "${data.width}", "--model.label", label)
+    first = get_trained("--model.width", "${data.width}", "--model.label", label)
     assert first.label == "here/line ${x} \\${y}"
     text = Path("runs/line/config.yaml").read_text()
     assert "label: ${oc.env:SOMEWHERE}/line " in text
@@ -92,12 +95,12 @@ def test_the_saved_config_repeats_the_run(monkeypatch):
     assert not Path("runs/again/config-1.yaml").exists()
 
 
-def test_mandatory_values_are_named_until_given(refused):
+def test_mandatory_values_are_named_until_given(catch_error):
     Path("more.yaml").write_text("model:\n  width: ???\n  lr: ???\ntrainer:\n  max_epochs: ???\n")
-    lines = refused("--config", "more.yaml", "--model.lr", "0.1").splitlines()
+    lines = catch_error("--config", "more.yaml", "--model.lr", "0.1").splitlines()
     said = "(more.yaml): ???: this setting is required. Set a value."
     assert lines == [f"error: trainer.max_epochs {said}", f"model.width {said}"]
-    assert trained("--config", "more.yaml", "--model.width=4", "--model.lr=0.5", "--trainer.max_epochs=1").lr == 0.5
+    assert get_trained("--config", "more.yaml", "--model.width=4", "--model.lr=0.5", "--trainer.max_epochs=1").lr == 0.5
 
 
 UNKNOWN = "model.lr (the command line): ${data.widht}: data.widht is not set. Did you mean data.width?"
@@ -119,6 +122,6 @@ IN_BRACES = "(line 1, column 17). Between braces and brackets write '${...}' and
         (["--config=flow.yaml"], IN_BRACES),
     ],
 )
-def test_dangling_reference_is_named_with_its_place(refused, words, said):
+def test_dangling_reference_is_named_with_its_place(catch_error, words, said):
     Path("flow.yaml").write_text("model: {width: ${data.width}}")
-    assert said in refused(*words)
+    assert said in catch_error(*words)

@@ -193,7 +193,7 @@ ckpt_path: null
 pytestmark = pytest.mark.usefixtures("config_directory")
 
 
-def problems(config, capsys):
+def list_problems(config, capsys):
     """Return the problems that `lumen fit` reports for a config, each with its key."""
     Path("lightning.yaml").write_text(config)
     capsys.readouterr()
@@ -205,14 +205,14 @@ def problems(config, capsys):
     return {each[1]: each[2] for each in found}
 
 
-def runs(config):
+def run_edited(config):
     Path("edited.yaml").write_text(yaml.safe_dump(config))
     assert main(["fit", "--config", "edited.yaml"]) == 0
     assert Path("runs/edited/config.yaml").is_file()
 
 
 def test_the_config_that_lightning_saves(capsys):
-    said = problems(SAVED, capsys)
+    said = list_problems(SAVED, capsys)
     assert said.keys() == {"lr_scheduler", "lr_scheduler.monitor"}  # a default value is not a problem
     assert said["lr_scheduler"] == (
         "lightning.pytorch.cli.ReduceLROnPlateau is a class of Lightning. Write "
@@ -222,14 +222,14 @@ def test_the_config_that_lightning_saves(capsys):
     config = yaml.safe_load(SAVED)
     config["lr_scheduler"] = {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau", "init_args": {"patience": 3}}
     config["lr_schedule"] = {"monitor": "val_loss"}
-    runs(config)
+    run_edited(config)
     saved = yaml.safe_load(Path("runs/edited/config.yaml").read_text())
     assert type(saved["seed_everything"]) is int  # a random seed
     assert saved["trainer"]["log_every_n_steps"] == 50  # null means the default of Lumen
 
 
 def test_a_config_of_callbacks_loggers_and_names(capsys):
-    said = problems(WRITTEN, capsys)
+    said = list_problems(WRITTEN, capsys)
     lightnings = {
         "trainer.logger.0": "lumen.TensorBoardLogger",
         "trainer.logger.1": "lumen.CSVLogger",
@@ -259,11 +259,11 @@ def test_a_config_of_callbacks_loggers_and_names(capsys):
     trainer["callbacks"][0]["init_args"].pop("prefix")
     trainer["callbacks"][1]["init_args"]["mode"] = "min"
     trainer["callbacks"][2:] = ["lumen.ModelSummary"]
-    runs(config)
+    run_edited(config)
 
 
 def test_a_config_of_an_old_version(capsys):
-    said = problems(OLD, capsys)
+    said = list_problems(OLD, capsys)
     gone = (
         "gpus", "auto_lr_find", "checkpoint_callback", "progress_bar_refresh_rate", "resume_from_checkpoint",
         "plugins",
@@ -280,12 +280,12 @@ def test_a_config_of_an_old_version(capsys):
         del config["trainer"][name]
     config["trainer"]["strategy"]["class_path"] = "lumen.DDP"
     config["trainer"]["callbacks"] = {"lr": "lumen.LearningRateMonitor"}
-    runs(config)
+    run_edited(config)
 
 
 @pytest.mark.slow
 def test_a_config_with_every_argument_of_its_callbacks(capsys):
-    said = problems(PRINTED, capsys)
+    said = list_problems(PRINTED, capsys)
     lightnings = {key: text for key, text in said.items() if " is a class of Lightning. Write lumen." in text}
     assert len(lightnings) == 9
     others = {key: text for key, text in said.items() if key not in lightnings}
@@ -302,7 +302,7 @@ def test_a_config_with_every_argument_of_its_callbacks(capsys):
         _, _, number, name = key.split(".")
         del trainer["callbacks"][int(number)]["init_args"][name]
     del trainer["callbacks"][7]  # a search, which this test leaves out
-    runs(config)
+    run_edited(config)
     assert (Path("runs/edited") / "fit-perf.txt").is_file()
 
 

@@ -70,12 +70,12 @@ def working_directory(tmp_path, monkeypatch):
     Spy.trainer = Spy.task = None
 
 
-def refused(capsys, *words):
+def catch_error(capsys, *words):
     assert main(["fit", "--config", "full.yaml", *words]) != 0
     return capsys.readouterr().err
 
 
-def rates(path):
+def read_rates(path):
     rows = [row.split(",") for row in (path / "metrics.csv").read_text().splitlines()]
     column = rows[0].index("lr/head no decay" if "lr/head no decay" in rows[0] else "lr")
     return [float(row[column]) for row in rows[1:] if row[column]]
@@ -95,7 +95,7 @@ def test_config_sets_groups_lookahead_warmup_and_plateau(tmp_path):
         assert (ours["fused"], ours["betas"]) == (True, (0.8, 0.9))
     top = [0.1 * min(1.0, 0.25 + 0.75 * step / 8) for step in range(8)] + [0.1] * 10
     plateau = [0.1] * 4 + [0.05] * 6  # watched from the first epoch on; acts after the warm-up
-    found = rates(tmp_path / "runs/full")
+    found = read_rates(tmp_path / "runs/full")
     assert found[:8] == pytest.approx(top[:8])
     assert found[8:12] == pytest.approx(plateau[:4])
     assert found[12:18] == pytest.approx(plateau[4:])
@@ -178,7 +178,7 @@ def test_a_config_names_the_classes_whose_weights_decay(capsys):
     norm = task.blocks[1][0]
     biases = {id(each) for name, each in task.named_parameters() if name.endswith("bias")}
     assert spared == biases | {id(norm.weight)}
-    message = refused(capsys, *words, "--parameter_groups.decay=[Linear]", "--parameter_groups.no_decay=[Embedding]")
+    message = catch_error(capsys, *words, "--parameter_groups.decay=[Linear]", "--parameter_groups.no_decay=[Embedding]")
     assert (
         "blocks.1.0.weight of LayerNorm is in neither. Add the class of its module to one of the two lists." in message
     )
@@ -195,13 +195,13 @@ def test_config_warms_up_before_a_function_or_plateau():
     words += ["--lr_schedule.warmup_steps=0", "--lr_schedule.warmup_start=null", "--lr_schedule.warmup_epochs=2"]
     words += [f"--lr_schedule.warmup_factor={__name__}.ramp", "--trainer.max_epochs=6"]
     fit(*words, "--trainer.name=whole")
-    whole = rates(Path("runs/whole"))
+    whole = read_rates(Path("runs/whole"))
     assert [*dict.fromkeys(whole)] == pytest.approx([0.01, 0.02, 0.05, 0.025, 0.0125, 0.00625])
     for epochs in (1, 3, 6):
         fit(*words, "--trainer.name=parts", "--trainer.resume=auto", f"--trainer.max_epochs={epochs}")
-    assert rates(Path("runs/parts")) == whole
+    assert read_rates(Path("runs/parts")) == whole
     fit("--trainer.name=again", config="runs/whole/config.yaml")
-    assert rates(Path("runs/again")) == whole
+    assert read_rates(Path("runs/again")) == whole
 
 
 def test_what_is_set_to_null_is_off():
@@ -255,7 +255,7 @@ def test_a_schedule_counts_tokens(tmp_path):
         "--model=tests.fit.cli.test_optim_config.Counted",
     ]
     fit(*plain, *words)
-    assert rates(tmp_path / "runs/full") == pytest.approx([0.1 * (1 - 40 * step / 960) for step in range(24)])
+    assert read_rates(tmp_path / "runs/full") == pytest.approx([0.1 * (1 - 40 * step / 960) for step in range(24)])
 
 
 def test_lbfgs_trains_from_a_configuration():
@@ -271,7 +271,7 @@ def test_another_optimizer_inside_lookahead_is_found_when_resuming(tmp_path, cap
     (path,) = find_checkpoints(tmp_path / "runs/full/checkpoints")
     assert Checkpoint.open(path).state["optimizer"]["class"] == "Lookahead(AdamW)"
     other = [*words, "--optimizer=NAdam", "--optimizer.lr=0.1", "--optimizer.weight_decay=0.3"]
-    message = refused(capsys, *other)
+    message = catch_error(capsys, *other)
     assert "saved with Lookahead(AdamW) over [4, 6] parameters per group; this run has Lookahead(NAdam)" in message
 
 
@@ -291,7 +291,7 @@ def test_another_optimizer_inside_lookahead_is_found_when_resuming(tmp_path, cap
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_named(capsys, words, message):
-    assert message in refused(capsys, *words)
+    assert message in catch_error(capsys, *words)
 
 
 # ---------------------------------------------------------------------- several schedulers
@@ -329,8 +329,8 @@ def test_several_schedulers_in_config_equal_python():
     _, other = fit(
         f"--model={__name__}.SeveralInPython", "--optimizer=null", "--lr_scheduler=null", *PLAIN, "--trainer.name=code"
     )
-    assert rates(Path("runs/yaml")) == rates(Path("runs/code"))
-    assert len(set(rates(Path("runs/yaml")))) > 6
+    assert read_rates(Path("runs/yaml")) == read_rates(Path("runs/code"))
+    assert len(set(read_rates(Path("runs/yaml")))) > 6
     assert torch.equal(weights(task), weights(other))
 
 
@@ -348,7 +348,7 @@ def test_several_schedulers_resume_exactly_and_are_saved(capsys):
     for epochs in (1, 3, 4):
         _, parts = several("--trainer.name=parts", "--trainer.resume=auto", f"--trainer.max_epochs={epochs}")
     assert torch.equal(weights(whole), weights(parts))
-    assert rates(Path("runs/parts")) == rates(Path("runs/whole"))
+    assert read_rates(Path("runs/parts")) == read_rates(Path("runs/whole"))
     assert main(["validate", "--config", "runs/whole/config.yaml", "--ckpt_path", "last"]) == 0
     capsys.readouterr()
     assert main(["fit", "--config", "runs/whole/config.yaml", "--print_config=skip_default"]) == 0
@@ -393,4 +393,4 @@ def test_plus_appends_a_scheduler():
     ],
 )  # fmt: skip
 def test_error_in_one_of_several_schedulers_is_named(capsys, words, message):
-    assert message in refused(capsys, *PLAIN, "--config", "several.yaml", *words)
+    assert message in catch_error(capsys, *PLAIN, "--config", "several.yaml", *words)

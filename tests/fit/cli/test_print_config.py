@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from lumen.cli import main
-from tests.helpers.cli import saved, write
+from tests.helpers.cli import read_saved_config, write_config
 from tests.helpers.working_directory import CONFIG
 
 __all__ = ["CONFIG"]  # the file that config_directory writes
@@ -21,25 +21,25 @@ WORDS = [
 ]  # fmt: skip
 
 
-def printed(capsys, command, *words):
+def print_config(capsys, command, *words):
     capsys.readouterr()
     assert main([command, *words, "--print_config=skip_default"]) == 0
     return capsys.readouterr().out
 
 
 def test_fit_is_reproduced_by_non_default_config(capsys):
-    short = printed(capsys, "fit", "--config", "line.yaml", *WORDS)
+    short = print_config(capsys, "fit", "--config", "line.yaml", *WORDS)
     assert main(["fit", "--config", "line.yaml", *WORDS]) == 0
-    assert main(["fit", "--config", write("short.yaml", short)]) == 0
-    first, again = saved("runs/line"), saved("runs/line-2")
+    assert main(["fit", "--config", write_config("short.yaml", short)]) == 0
+    first, again = read_saved_config("runs/line"), read_saved_config("runs/line-2")
     assert (first["trainer"].pop("name"), again["trainer"].pop("name")) == ("line", "line-2")
     assert first == again
     assert Path("runs/line/metrics.csv").read_bytes() == Path("runs/line-2/metrics.csv").read_bytes()
-    assert printed(capsys, "fit", "--config", "short.yaml") == short
+    assert print_config(capsys, "fit", "--config", "short.yaml") == short
 
 
 def test_it_has_what_differs_and_nothing_else(capsys):
-    text = printed(capsys, "fit", "--config", "line.yaml", *WORDS, "--model.steepness=1.0")
+    text = print_config(capsys, "fit", "--config", "line.yaml", *WORDS, "--model.steepness=1.0")
     assert yaml.safe_load(text) == {
         "seed_everything": 7,
         "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 8}},
@@ -72,11 +72,14 @@ def test_evaluation_is_reproduced_by_non_default_config(capsys):
         words = [*WORDS, "--ckpt_path=runs/line", f"--output={output}"]
         assert main([command, "--config", "line.yaml", *words]) == 0
         of_newest = Path(output).read_text()
-        short = printed(capsys, command, "--config", "line.yaml", *words, "--average=last:2")
+        short = print_config(capsys, command, "--config", "line.yaml", *words, "--average=last:2")
         kept = {"ckpt_path": "runs/line", "average": "last:2", "output": output}
         assert kept.items() <= yaml.safe_load(short).items()
         results = []
-        for again in (["--config", "line.yaml", *words, "--average=last:2"], ["--config", write("short.yaml", short)]):
+        for again in (
+            ["--config", "line.yaml", *words, "--average=last:2"],
+            ["--config", write_config("short.yaml", short)],
+        ):
             assert main([command, *again]) == 0
             results.append(Path(output).read_text())
             Path(output).unlink()

@@ -10,7 +10,7 @@ import lumen
 from lumen.cli import main
 from lumen.errors import CheckpointMismatch
 from lumen.internals.masking import MASK, holds_secret, mask_words
-from tests.helpers.cli import fit, saved
+from tests.helpers.cli import fit, read_saved_config
 from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
@@ -71,13 +71,13 @@ class Noting(lumen.Logger):
         pass
 
 
-def holding(value=VALUE, root="runs"):
+def find_files_with(value=VALUE, root="runs"):
     """Return the files below a directory that contain a text."""
     found = (path for path in Path(root).rglob("*") if path.is_file())
     return {path.name for path in found if value.encode() in path.read_bytes()}
 
 
-def last_checkpoint(run="runs/line"):
+def find_last_checkpoint(run="runs/line"):
     return max(Path(run, "checkpoints").glob("step-*"))
 
 
@@ -89,13 +89,13 @@ def test_references_are_kept_in_every_file(monkeypatch):
         "--model.places=['${oc.env:SECRET}', '${oc.env:ELSE,none}', here]", "--trainer.logger=[tensorboard]",
     )  # fmt: skip
     assert (task.hparams.label, task.hparams.places) == (VALUE, [VALUE, "none", "here"])
-    assert holding() == set()
-    config = saved()
+    assert find_files_with() == set()
+    config = read_saved_config()
     assert config["model"]["init_args"]["label"] == "${oc.env:SECRET}"
     assert config["model"]["init_args"]["places"] == ["${oc.env:SECRET}", "${oc.env:ELSE,none}", "here"]
     assert config["data"]["init_args"]["password"] == "${oc.env:SECRET}"
     assert config["data"]["init_args"]["url"] == "https://${oc.env:SECRET}@${oc.env:SECRET}.org/line \\${x}"
-    state = json.loads((last_checkpoint() / "state.json").read_text())
+    state = json.loads((find_last_checkpoint() / "state.json").read_text())
     assert state["hyperparameters"]["label"] == {"$env": "${oc.env:SECRET}"}
     assert state["data_hyperparameters"]["password"] == {"$env": "${oc.env:SECRET}"}
 
@@ -111,7 +111,7 @@ def test_a_repeated_run_needs_the_variable(monkeypatch, capsys):
     monkeypatch.setenv("SECRET", VALUE)
     assert fit("--trainer.name=again", config="runs/line/config.yaml")[1].hparams == first
     assert Path("runs/again/metrics.csv").read_bytes() == Path("runs/line/metrics.csv").read_bytes()
-    assert holding() == set()
+    assert find_files_with() == set()
     assert main(["fit", "--config", "runs/again/config.yaml", "--trainer.resume=auto"]) == 0
     assert not Path("runs/again/config-1.yaml").exists()
     assert "hyperparameters differ from" not in Path("runs/again/run.log").read_text()
@@ -124,17 +124,17 @@ def test_checkpoints_read_nothing_of_the_environment(monkeypatch):
     with pytest.raises(
         CheckpointMismatch, match=r"holds \$\{oc.env:SECRET\} in place of .* Pass the value: .* label=\.\.\."
     ):
-        Secretive.load_from_checkpoint(last_checkpoint())
-    assert Secretive.load_from_checkpoint(last_checkpoint(), label="other").hparams.label == "other"
+        Secretive.load_from_checkpoint(find_last_checkpoint())
+    assert Secretive.load_from_checkpoint(find_last_checkpoint(), label="other").hparams.label == "other"
     with pytest.raises(CheckpointMismatch, match="the hyperparameter password, which may be a secret"):
-        Guarded.load_from_checkpoint(last_checkpoint())
+        Guarded.load_from_checkpoint(find_last_checkpoint())
 
 
 def test_a_secret_of_the_data_is_not_recorded(monkeypatch):
     monkeypatch.setenv("SECRET", VALUE)
     words = [f"--model={HERE}.Needing", "--data=tests.helpers.cli_tasks.Points", "--data.label=${oc.env:SECRET}"]
     assert fit(*words)[1].hparams.label == VALUE
-    assert holding() == set()
+    assert find_files_with() == set()
 
 
 def test_values_under_names_of_secrets_are_masked(capsys):
@@ -142,16 +142,16 @@ def test_values_under_names_of_secrets_are_masked(capsys):
     words = ["--config", "more.yaml", f"--model.api_key={VALUE}", "--trainer.logger", f"[{HERE}.Noting, tensorboard]"]
     _, task = fit(*words)
     assert task.hparams.api_key == VALUE
-    assert holding() == set()
-    found = saved()
+    assert find_files_with() == set()
+    found = read_saved_config()
     assert (found["model"]["init_args"]["api_key"], found["model"]["init_args"]["sort_key"]) == (MASK, "length")
     assert found["data"]["init_args"] == {"samples": 12, "password": MASK, "url": f"https://me:{MASK}@host/x"}
     assert Noting.given["model"]["api_key"] == Noting.given["data"]["password"] == MASK
     assert main(["report", "runs/line", "--output", "report.html"]) == 0
     assert VALUE not in Path("report.html").read_text()
     with pytest.raises(CheckpointMismatch, match=r"hyperparameter api_key.*PATH, api_key=\.\.\."):
-        Secretive.load_from_checkpoint(last_checkpoint())
-    assert Secretive.load_from_checkpoint(last_checkpoint(), api_key="x").hparams.sort_key == "length"
+        Secretive.load_from_checkpoint(find_last_checkpoint())
+    assert Secretive.load_from_checkpoint(find_last_checkpoint(), api_key="x").hparams.sort_key == "length"
     capsys.readouterr()
 
 
@@ -172,7 +172,7 @@ def test_the_record_of_a_script_is_masked(tmp_path):
             self.save_hyperparameters()
 
     bare_trainer(tmp_path, max_steps=1, logger=True, enable_checkpointing=True).fit(Hub(), loader())
-    assert holding() == set()
+    assert find_files_with() == set()
     arguments = yaml.safe_load((tmp_path / "runs/run/script.yaml").read_text())["model"]["init_args"]
     assert (arguments["hub_token"], arguments["options"]) == (MASK, {"password": MASK, "max_tokens": 3})
 

@@ -84,7 +84,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 @pytest.fixture
-def shown(capsys, monkeypatch):
+def show_error(capsys, monkeypatch):
     """Run a command as in a separate process, and return the text that it shows of the final error."""
     monkeypatch.delitem(sys.modules, "failing", raising=False)
     monkeypatch.delenv("LUMEN_DEBUG", raising=False)
@@ -101,21 +101,21 @@ def shown(capsys, monkeypatch):
     return run
 
 
-def at(words):
+def find_line(words):
     """Return the number of the line of CODE that contains a text."""
     (number,) = [number for number, line in enumerate(CODE.splitlines(), 1) if words in line]
     return number
 
 
-def place(path, words, function):
-    return f'  File "{path}/failing.py", line {at(words)}, in {function}\n    {words}\n'
+def format_place(path, words, function):
+    return f'  File "{path}/failing.py", line {find_line(words)}, in {function}\n    {words}\n'
 
 
-def test_library_frames_are_folded_into_one_line(shown, tmp_path):
-    told = re.sub(r"\n +[\^~]+\n", "\n", shown("--model.where", "shape"))
+def test_library_frames_are_folded_into_one_line(show_error, tmp_path):
+    told = re.sub(r"\n +[\^~]+\n", "\n", show_error("--model.where", "shape"))
     helper = ROOT / "tests" / "helpers" / "cli_tasks.py"
     begin, inside, end = re.split(rf'(  File "{helper}".*\n.*\n)+', told)
-    assert begin == "Traceback (most recent call last):\n" + place(
+    assert begin == "Traceback (most recent call last):\n" + format_place(
         tmp_path, "return super().training_step(batch)", "training_step"
     )
     assert "in forward\n    return self.layer(" in inside
@@ -131,8 +131,8 @@ def test_library_frames_are_folded_into_one_line(shown, tmp_path):
     assert log.endswith("This was in step 6 (epoch 1, batch_idx 1).\n")
 
 
-def test_verbose_shows_every_frame(shown):
-    told = shown("--model.where", "shape", "--verbose")
+def test_verbose_shows_every_frame(show_error):
+    told = show_error("--model.where", "shape", "--verbose")
     assert "torch/nn/modules/linear.py" in told
     assert "lumen/loop/step.py" in told
     assert "frames of" not in told
@@ -147,38 +147,40 @@ def test_verbose_shows_every_frame(shown):
         ("validation", "the validation after step 4 (epoch 0, batch_idx 1)"),
     ],
 )
-def test_it_says_where_the_run_stood(shown, where, said):
-    told = shown("--model.where", where, "--trainer.num_sanity_val_steps", "4")
+def test_it_says_where_the_run_stood(show_error, where, said):
+    told = show_error("--model.where", where, "--trainer.num_sanity_val_steps", "4")
     assert f"RuntimeError: a mistake\nThis was in {said}.\n" in told, told
 
 
-def test_cause_of_an_error_is_shown_first(shown, tmp_path):
-    told = shown("--model.where", "optimizer")
+def test_cause_of_an_error_is_shown_first(show_error, tmp_path):
+    told = show_error("--model.where", "optimizer")
     first, second = told.split("\n\nThe above exception was the direct cause of the following exception:\n\n")
     assert (
         first
         == "Traceback (most recent call last):\n"
-        + place(tmp_path, 'self.fail("optimizer")', "configure_optimizers")
-        + place(tmp_path, 'raise RuntimeError("a mistake")', "fail")
+        + format_place(tmp_path, 'self.fail("optimizer")', "configure_optimizers")
+        + format_place(tmp_path, 'raise RuntimeError("a mistake")', "fail")
         + "RuntimeError: a mistake"
     )
-    assert second.startswith(place(tmp_path, 'raise ValueError("no optimizer") from error', "configure_optimizers"))
+    assert second.startswith(
+        format_place(tmp_path, 'raise ValueError("no optimizer") from error', "configure_optimizers")
+    )
     assert second.endswith("; --verbose shows all\nValueError: no optimizer\nThis was in fit, before its first step.\n")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_dataset_error_names_the_sample(shown, tmp_path, workers):
-    told = shown("--data.bad", "5", f"--data.workers={workers}")
+def test_dataset_error_names_the_sample(show_error, tmp_path, workers):
+    told = show_error("--data.bad", "5", f"--data.workers={workers}")
     inside, libraries = (", in DataLoader worker process 0", "lumen and torch") if workers else ("", "lumen")
-    raised = place(tmp_path, 'raise KeyError(f"no row {index}")', "__getitem__")
+    raised = format_place(tmp_path, 'raise KeyError(f"no row {index}")', "__getitem__")
     assert told.startswith(f"Traceback (most recent call last){inside}:\n{raised}  ... "), told
     end = "KeyError: 'no row 5'\nIt was raised for sample 5 of Rows.\nThis was in step"
     assert f"frames of {libraries}; --verbose shows all\n{end}" in told
 
 
-def test_syntax_error_in_module_shows_its_line(shown, tmp_path):
+def test_syntax_error_in_module_shows_its_line(show_error, tmp_path):
     Path("unreadable.py").write_text("import lumen\n\nclass Task(lumen.TaskModule:\n    pass\n")
-    told = shown("--model", "unreadable.Task").splitlines()
+    told = show_error("--model", "unreadable.Task").splitlines()
     assert re.fullmatch(r"  \.\.\. \d+ frames of .*lumen.*; --verbose shows all", told[1])
     assert told[2] == f'  File "{tmp_path}/unreadable.py", line 3'
     assert told[-1].startswith("SyntaxError: ")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 @pytest.fixture
-def refused(capsys):
+def catch_error(capsys):
     """Return the error of the command line, on one line, for a config file, an included file, or an argument."""
 
     def run(*words, config=None):
@@ -31,7 +31,7 @@ def refused(capsys):
     return run
 
 
-def bomb(levels, width=9):
+def make_bomb(levels, width=9):
     """Return nine lines of YAML that expand to a billion values."""
     lines = ["l0: &l0 [" + ", ".join(["lol"] * width) + "]"]
     for level in range(1, levels):
@@ -52,16 +52,16 @@ def bomb(levels, width=9):
         ("model: {init_args: {of: {yes: 1,\n true: 2}}}\n", "model.init_args.of.true is set twice, in lines 1 and 2"),
     ],
 )  # fmt: skip
-def test_duplicate_key_names_both_lines(refused, config, said):
-    assert refused(config=config) == f"cannot read the config file second.yaml: {said}. Delete one of the two."
+def test_duplicate_key_names_both_lines(catch_error, config, said):
+    assert catch_error(config=config) == f"cannot read the config file second.yaml: {said}. Delete one of the two."
 
 
-def test_duplicate_key_in_a_value_is_named(refused, monkeypatch):
+def test_duplicate_key_in_a_value_is_named(catch_error, monkeypatch):
     said = "trainer.callbacks: early.patience is set twice, in line 1. Delete one of the two."
     value = "{early: {class_path: EarlyStopping, patience: 1, patience: 2}}"
-    assert refused("--trainer.callbacks", value) == said
+    assert catch_error("--trainer.callbacks", value) == said
     monkeypatch.setenv("LUMEN_FIT__TRAINER__CALLBACKS", value)
-    assert refused() == said
+    assert catch_error() == said
 
 
 def test_duplicate_key_in_saved_config_is_named(capsys):
@@ -91,16 +91,16 @@ def test_merge_keys_and_aliases_follow_yaml():
 # ---------------------------------------------------------------------- too many values
 
 
-def test_alias_bombs_raise_before_expansion(refused):
-    assert refused(config=bomb(9)).startswith(
+def test_alias_bombs_raise_before_expansion(catch_error):
+    assert catch_error(config=make_bomb(9)).startswith(
         "cannot read the config file second.yaml: the aliases expand to more than 100,000 values (line "
     )
     merged = "a: &a {x0: 1}\n" + "".join(
         f"{letter}: &{letter} {{<<: [{', '.join([f'*{before}'] * 30)}]}}\n" for before, letter in zip("abcde", "bcdef", strict=True)
     )  # fmt: skip
-    assert "the aliases expand to more than 100,000 values" in refused(config=merged)
-    in_words = bomb(9).replace("\n", " ").removeprefix("model: {init_args: {widths:").strip()[:-2]
-    assert "the aliases expand to more than 100,000 values" in refused("--model.widths", in_words)
+    assert "the aliases expand to more than 100,000 values" in catch_error(config=merged)
+    in_words = make_bomb(9).replace("\n", " ").removeprefix("model: {init_args: {widths:").strip()[:-2]
+    assert "the aliases expand to more than 100,000 values" in catch_error("--model.widths", in_words)
 
 
 def test_as_many_as_are_said_may_be_repeated(monkeypatch):
@@ -114,27 +114,27 @@ def test_as_many_as_are_said_may_be_repeated(monkeypatch):
 
 
 @pytest.mark.parametrize("config", ["a: &a [*a]\n", "a: &a {b: {c: *a}}\n", "model: &m {init_args: *m}\n"])
-def test_recursive_alias_raises(refused, config):
-    said = refused(config=config)
+def test_recursive_alias_raises(catch_error, config):
+    said = catch_error(config=config)
     assert said.startswith("cannot read the config file second.yaml: the alias *")
     assert "refers to a value that contains the alias (line 1, column " in said
 
 
 @pytest.mark.parametrize("nested", ["[" * 10_000, "{a: " * 10_000, "- " * 10_000, "? " * 10_000])
-def test_deep_nesting_raises_before_stack_overflow(refused, nested):
+def test_deep_nesting_raises_before_stack_overflow(catch_error, nested):
     said = "the text is nested more than 100 levels deep (line 1, column "
-    assert refused(config=nested).startswith(f"cannot read the config file second.yaml: {said}")
+    assert catch_error(config=nested).startswith(f"cannot read the config file second.yaml: {said}")
     if nested[0] in "[{":
-        assert said in refused("--trainer.callbacks", nested)
-        widths = refused("--model.widths", nested)  # jsonargparse reads "[", and takes the value for text
+        assert said in catch_error("--trainer.callbacks", nested)
+        widths = catch_error("--model.widths", nested)  # jsonargparse reads "[", and takes the value for text
         assert "expected a list of int" in widths if nested[0] == "[" else said in widths
 
 
-def test_nesting_by_aliases_counts_too(refused):
+def test_nesting_by_aliases_counts_too(catch_error):
     steps = 40
     chain = "a0: &a0 " + "[" * steps + "]" * steps + "\n"
     chain += "".join(f"a{k}: &a{k} {'[' * steps}*a{k - 1}{']' * steps}\n" for k in range(1, 50))
-    assert "the aliases are nested more than 100 levels deep (line 3, column " in refused(config=chain)
+    assert "the aliases are nested more than 100 levels deep (line 3, column " in catch_error(config=chain)
 
 
 def test_nesting_at_the_limit_is_accepted(capsys):
@@ -167,14 +167,14 @@ def test_nesting_at_the_limit_is_accepted(capsys):
         (b"a: *b\n", "found undefined alias 'b' (line 1, column 4)."),
     ],
 )  # fmt: skip
-def test_invalid_yaml_is_one_line_with_its_place(refused, content, said):
+def test_invalid_yaml_is_one_line_with_its_place(catch_error, content, said):
     Path("second.yaml").write_bytes(content)
-    assert refused("--config", "second.yaml") == f"cannot read the config file second.yaml: {said}"
+    assert catch_error("--config", "second.yaml") == f"cannot read the config file second.yaml: {said}"
 
 
 @pytest.mark.parametrize("content", ["- a\n", "3\n", "0\n", "false\n", "text\n", "[]\n", '""\n'])
-def test_config_without_keys_is_rejected(refused, content):
-    said = refused(config=content)
+def test_config_without_keys_is_rejected(catch_error, content):
+    said = catch_error(config=content)
     assert said.startswith("the config file second.yaml: expected `key: value` lines, found ")
 
 
@@ -184,11 +184,11 @@ def test_an_empty_file_sets_nothing():
         assert main(["fit", "--config", "line.yaml", "--config", "second.yaml"]) == 0
 
 
-def test_missing_config_file_is_one_line(refused):
+def test_missing_config_file_is_one_line(catch_error):
     Path("folder").mkdir()
-    assert refused("--config", "folder") == "cannot read the config file folder: Is a directory."
-    assert refused("--config", "nothing") == "cannot read the config file nothing: No such file or directory."
-    assert refused("--config") == "--config: no file is named. Write --config FILE."
+    assert catch_error("--config", "folder") == "cannot read the config file folder: Is a directory."
+    assert catch_error("--config", "nothing") == "cannot read the config file nothing: No such file or directory."
+    assert catch_error("--config") == "--config: no file is named. Write --config FILE."
 
 
 # ---------------------------------------------------------------------- values

@@ -36,7 +36,16 @@ from lumen.data.adapter import Position
 from lumen.data.loaders import adapt_loader
 from lumen.data.permutation import Permutation, cut_steps, make_epoch_order
 from lumen.errors import ConfigError, DataError
-from tests.helpers.tasks import Drawing, Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
+from tests.helpers.tasks import (
+    Drawing,
+    Saving,
+    Seeing,
+    as_lists,
+    bare_trainer,
+    make_numbers,
+    quiet_trainer,
+    read_batches,
+)
 
 # ---------------------------------------------------------------------- order
 
@@ -105,15 +114,15 @@ def test_steps_cover_epoch_once_from_any_start(length, batch_size, step_size, dr
 )
 def test_order_depends_only_on_seed_and_epoch(tmp_path, shuffle, batch_size, workers, accumulate):
     torch.manual_seed(batch_size)  # earlier draws have no effect
-    data = DataLoader(numbers(), batch_size, shuffle=shuffle, num_workers=workers)
-    task = seen(tmp_path, data, max_epochs=3, accumulate_grad_batches=accumulate)
+    data = DataLoader(make_numbers(), batch_size, shuffle=shuffle, num_workers=workers)
+    task = read_batches(tmp_path, data, max_epochs=3, accumulate_grad_batches=accumulate)
     for epoch in range(3):
         assert task.samples(epoch) == list(map(int, make_epoch_order(20, 3, epoch, shuffle=shuffle)))
 
 
 def test_shuffling_draws_nothing_from_the_global_generators():
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    adapter = adapt_loader(DataLoader(numbers(), 3, shuffle=True), seed=3)
+    adapter = adapt_loader(DataLoader(make_numbers(), 3, shuffle=True), seed=3)
     for epoch in range(2):
         assert (
             sum(micro.samples for window in adapter.iterate_windows(epoch, Position(), None) for micro in window) == 20
@@ -124,8 +133,8 @@ def test_shuffling_draws_nothing_from_the_global_generators():
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 2), (2, 1)])
 def test_drop_last_drops_the_last_partial_batch(tmp_path, accumulate, steps):
-    data = DataLoader(numbers(20), 8, shuffle=True, drop_last=True)
-    task = seen(tmp_path, data, accumulate_grad_batches=accumulate)
+    data = DataLoader(make_numbers(20), 8, shuffle=True, drop_last=True)
+    task = read_batches(tmp_path, data, accumulate_grad_batches=accumulate)
     for epoch in range(2):
         assert [len(batch[0]) for batch in task.epochs[epoch]] == [8, 8]
         assert task.samples(epoch) == make_epoch_order(20, 3, epoch, shuffle=True)[:16].tolist()
@@ -173,7 +182,7 @@ def collate_with_noise(samples):
     return [torch.rand(len(samples)) + np.random.rand() + random.random(), *fields[1:]]
 
 
-def by_index(task, epoch):
+def list_draws_by_index(task, epoch):
     """Return the draws of each sample (its last field) by number."""
     drawn = {}
     for batch in task.epochs[epoch]:
@@ -187,11 +196,11 @@ PER_SAMPLE = {
     "draws from three libraries": (Drawing(20), None),
     "a whole subset": (Subset(Transformed(), range(20)), None),
     "a subset of a subset": (Subset(Subset(Transformed(40), range(30)), range(20)), None),
-    "parts that augment together": (ChangedTogether([numbers(10), numbers(10)]), None),
+    "parts that augment together": (ChangedTogether([make_numbers(10), make_numbers(10)]), None),
     "tensors and drawing data": (Subset(ConcatDataset([Transformed(10), Transformed(10, first=10)]), range(20)), None),
 }
 PER_BATCH = {
-    "a subset that augments": (Changed(numbers(), range(20)), None),
+    "a subset that augments": (Changed(make_numbers(), range(20)), None),
     "fetches many at once": (FetchingMany(), None),
     "draws and collates with noise": (Transformed(), collate_with_noise),
     "only collates with noise": (TensorDataset(torch.zeros(20), torch.arange(20)), collate_with_noise),
@@ -203,15 +212,15 @@ def test_augmentation_belongs_to_the_sample(tmp_path, data):
     """Augmentation is equal for any workers and batches and in a second run, and differs between epochs and samples."""
     dataset, collate = PER_SAMPLE[data]
     runs = [
-        seen(tmp_path, DataLoader(dataset, batch_size, shuffle=True, num_workers=workers, collate_fn=collate))
+        read_batches(tmp_path, DataLoader(dataset, batch_size, shuffle=True, num_workers=workers, collate_fn=collate))
         for batch_size, workers in [(4, 0), (4, 2), (7, 0), (4, 0)]
     ]
     for epoch in range(2):
-        drawn = [by_index(task, epoch) for task in runs]
+        drawn = [list_draws_by_index(task, epoch) for task in runs]
         assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
         for numbers_of_library in torch.tensor([*drawn[0].values()]).reshape(20, -1).T.tolist():
             assert len(set(numbers_of_library)) == 20
-    first, second = by_index(runs[0], 0), by_index(runs[0], 1)
+    first, second = list_draws_by_index(runs[0], 0), list_draws_by_index(runs[0], 1)
     assert all(first[index] != second[index] for index in first)
 
 
@@ -219,18 +228,18 @@ def test_augmentation_belongs_to_the_sample(tmp_path, data):
 def test_batch_draws_are_independent_of_workers(tmp_path, data):
     dataset, collate = PER_BATCH[data]
     runs = [
-        seen(tmp_path, DataLoader(dataset, 4, shuffle=True, num_workers=workers, collate_fn=collate))
+        read_batches(tmp_path, DataLoader(dataset, 4, shuffle=True, num_workers=workers, collate_fn=collate))
         for workers in (0, 2, 1, 0)
     ]
     for epoch in range(2):
-        drawn = [by_index(task, epoch) for task in runs]
+        drawn = [list_draws_by_index(task, epoch) for task in runs]
         assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
-    assert by_index(runs[0], 0) != by_index(runs[0], 1)
+    assert list_draws_by_index(runs[0], 0) != list_draws_by_index(runs[0], 1)
 
 
 def test_another_seed_draws_something_else(tmp_path):
-    runs = [seen(tmp_path, DataLoader(Transformed(), 4), seed=seed) for seed in (1, 2)]
-    first, second = (by_index(task, 0) for task in runs)
+    runs = [read_batches(tmp_path, DataLoader(Transformed(), 4), seed=seed) for seed in (1, 2)]
+    first, second = (list_draws_by_index(task, 0) for task in runs)
     assert all(first[index] != second[index] for index in first)
 
 
@@ -246,7 +255,7 @@ class Seeds(Dataset):
 
 def test_samples_that_read_a_seed_are_seeded(tmp_path):
     for dataset in (Seeds(), Subset(Seeds(), range(8))):
-        task = seen(tmp_path, DataLoader(dataset, 4), max_epochs=1)
+        task = read_batches(tmp_path, DataLoader(dataset, 4), max_epochs=1)
         assert len(set(task.samples(0)[:4])) == 4
 
 
@@ -296,7 +305,7 @@ def test_a_worker_is_prepared_as_the_user_says(tmp_path, persistent, starts):
     data = DataLoader(
         Marked(), 4, num_workers=2, worker_init_fn=MarkWorker(record), persistent_workers=persistent, prefetch_factor=3
     )
-    task = seen(tmp_path, data, max_epochs=3)
+    task = read_batches(tmp_path, data, max_epochs=3)
     for epoch in range(3):
         found = torch.cat(task.epochs[epoch]).tolist()
         assert found == [[100 + worker, worker, 2] for worker in (0, 1, 0, 1) for _ in range(4)]
@@ -315,7 +324,7 @@ class WorkerSeeds(Dataset):
 
 def test_workers_get_seeds_of_their_own_that_repeat(tmp_path):
     """Generators that a user makes in `worker_init_fn` get a different stream for each worker and each epoch."""
-    runs = [seen(tmp_path, DataLoader(WorkerSeeds(), 4, num_workers=2)) for _ in range(2)]
+    runs = [read_batches(tmp_path, DataLoader(WorkerSeeds(), 4, num_workers=2)) for _ in range(2)]
     first, second = [[task.samples(epoch)[::4] for epoch in range(2)] for task in runs]
     assert first == second
     assert len({seed for seeds in first for seed in seeds}) == 4
@@ -338,10 +347,10 @@ class Broken(Transformed):
 def test_workers_may_be_spawned(tmp_path):
     data = DataLoader(Drawing(20), 5, shuffle=True, num_workers=1, multiprocessing_context="spawn")
     spawned, here = (
-        seen(tmp_path, data, max_epochs=1),
-        seen(tmp_path, DataLoader(Drawing(20), 5, shuffle=True), max_epochs=1),
+        read_batches(tmp_path, data, max_epochs=1),
+        read_batches(tmp_path, DataLoader(Drawing(20), 5, shuffle=True), max_epochs=1),
     )
-    assert by_index(spawned, 0) == by_index(here, 0)
+    assert list_draws_by_index(spawned, 0) == list_draws_by_index(here, 0)
 
 
 class Recorded(Dataset):
@@ -386,7 +395,7 @@ class Late(Dataset):
 
 def test_a_loader_that_times_out_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
-        seen(tmp_path, DataLoader(Late(), num_workers=1, timeout=0.2))
+        read_batches(tmp_path, DataLoader(Late(), num_workers=1, timeout=0.2))
 
 
 class Collating(lumen.DataModule):
@@ -451,20 +460,22 @@ def test_the_workers_of_a_validation_end_with_it(tmp_path):
 
     task = Counting()
     bare_trainer(tmp_path, max_epochs=2).fit(
-        task, DataLoader(numbers(4), 4, num_workers=1), val_dataloaders=DataLoader(numbers(4), 4, num_workers=2)
+        task,
+        DataLoader(make_numbers(4), 4, num_workers=1),
+        val_dataloaders=DataLoader(make_numbers(4), 4, num_workers=2),
     )
     assert task.found == (1, 1)
 
 
 def test_pinning_without_an_accelerator_is_left_out_quietly(tmp_path):
-    task = seen(tmp_path, DataLoader(numbers(), 4, pin_memory=True))
+    task = read_batches(tmp_path, DataLoader(make_numbers(), 4, pin_memory=True))
     assert not task.epochs[0][0][0].is_pinned() or torch.accelerator.is_available()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_dataset_error_is_raised_by_the_run(tmp_path, workers):
     with pytest.raises(ZeroDivisionError, match="sample 11 is broken"):
-        seen(tmp_path, DataLoader(Broken(True), 4, num_workers=workers))
+        read_batches(tmp_path, DataLoader(Broken(True), 4, num_workers=workers))
 
 
 # ---------------------------------------------------------------------- other loaders, read unchanged
@@ -510,33 +521,38 @@ class Thinning(DataLoader):
         return (batch for number, batch in enumerate(super().__iter__()) if number % 2)
 
 
-def generator():
+def iterate_samples():
     return torch.Generator().manual_seed(5)
 
 
 OTHER_LOADERS = {
-    "a sampler": lambda: DataLoader(numbers(), 4, sampler=OddFirst()),
-    "a sampler and workers": lambda: DataLoader(numbers(), 4, sampler=OddFirst(), num_workers=2),
-    "weighted": lambda: DataLoader(numbers(), 4, sampler=WeightedRandomSampler(torch.arange(20.0), 18)),
+    "a sampler": lambda: DataLoader(make_numbers(), 4, sampler=OddFirst()),
+    "a sampler and workers": lambda: DataLoader(make_numbers(), 4, sampler=OddFirst(), num_workers=2),
+    "weighted": lambda: DataLoader(make_numbers(), 4, sampler=WeightedRandomSampler(torch.arange(20.0), 18)),
     "weighted, its own generator": lambda: DataLoader(
-        numbers(), 4, sampler=WeightedRandomSampler(torch.arange(20.0), 18, generator=generator())
+        make_numbers(), 4, sampler=WeightedRandomSampler(torch.arange(20.0), 18, generator=iterate_samples())
     ),
     "with replacement, its own generator": lambda: DataLoader(
-        numbers(), 4, sampler=RandomSampler(range(20), replacement=True, generator=generator()), generator=generator()
+        make_numbers(),
+        4,
+        sampler=RandomSampler(range(20), replacement=True, generator=iterate_samples()),
+        generator=iterate_samples(),
     ),
-    "a subset in random order": lambda: DataLoader(numbers(40), 4, sampler=SubsetRandomSampler(range(10, 28))),
-    "batches of varying size": lambda: DataLoader(numbers(), batch_sampler=BySize()),
-    "a standard batch sampler": lambda: DataLoader(numbers(), batch_sampler=BatchSampler(OddFirst(), 4, False)),
+    "a subset in random order": lambda: DataLoader(make_numbers(40), 4, sampler=SubsetRandomSampler(range(10, 28))),
+    "batches of varying size": lambda: DataLoader(make_numbers(), batch_sampler=BySize()),
+    "a standard batch sampler": lambda: DataLoader(make_numbers(), batch_sampler=BatchSampler(OddFirst(), 4, False)),
     "a batch sampler, its own generator": lambda: DataLoader(
-        numbers(), batch_sampler=BatchSampler(RandomSampler(range(20), generator=generator()), 4, False), num_workers=1
+        make_numbers(),
+        batch_sampler=BatchSampler(RandomSampler(range(20), generator=iterate_samples()), 4, False),
+        num_workers=1,
     ),
-    "samples instead of batches": lambda: DataLoader(numbers(12), batch_size=None),
+    "samples instead of batches": lambda: DataLoader(make_numbers(12), batch_size=None),
     "a stream": lambda: DataLoader(Stream(), 4),
     "a stream and workers": lambda: DataLoader(Stream(), 4, num_workers=2),
     "a stream of known length": lambda: DataLoader(CountedStream(), 4),
     "batches": Batches,
     "a list of batches": lambda: [torch.arange(4) + 10 * number for number in range(5)],
-    "a loader with its own iteration": lambda: Thinning(numbers(), 3),
+    "a loader with its own iteration": lambda: Thinning(make_numbers(), 3),
 }
 
 
@@ -544,21 +560,21 @@ OTHER_LOADERS = {
 @pytest.mark.parametrize("kind", OTHER_LOADERS)
 def test_a_loader_of_another_kind_repeats_and_resumes(tmp_path, kind):
     """Two runs see the same batches, and so does a run resumed in the middle or at the end of an epoch."""
-    whole = seen(tmp_path, OTHER_LOADERS[kind](), max_epochs=3)
-    again = seen(tmp_path, OTHER_LOADERS[kind](), max_epochs=3)
-    expected = {epoch: plain(batches) for epoch, batches in whole.epochs.items()}
-    assert {epoch: plain(batches) for epoch, batches in again.epochs.items()} == expected
+    whole = read_batches(tmp_path, OTHER_LOADERS[kind](), max_epochs=3)
+    again = read_batches(tmp_path, OTHER_LOADERS[kind](), max_epochs=3)
+    expected = {epoch: as_lists(batches) for epoch, batches in whole.epochs.items()}
+    assert {epoch: as_lists(batches) for epoch, batches in again.epochs.items()} == expected
     per_epoch = [len(batches) for batches in expected.values()]
     if kind not in ("a list of batches", "samples instead of batches", "a loader with its own iteration"):
         assert expected[0] != expected[1] != expected[2]
 
     for step in (per_epoch[0], per_epoch[0] + 2):
         path = tmp_path / f"step-{step}"
-        seen(tmp_path, OTHER_LOADERS[kind](), max_steps=step, callbacks=[Saving(step, path)])
-        resumed = seen(tmp_path, OTHER_LOADERS[kind](), max_epochs=3, resume=path)
+        read_batches(tmp_path, OTHER_LOADERS[kind](), max_steps=step, callbacks=[Saving(step, path)])
+        resumed = read_batches(tmp_path, OTHER_LOADERS[kind](), max_epochs=3, resume=path)
         consumed = step - per_epoch[0]
-        assert plain(resumed.epochs[1]) == expected[1][consumed:]
-        assert plain(resumed.epochs[2]) == expected[2]
+        assert as_lists(resumed.epochs[1]) == expected[1][consumed:]
+        assert as_lists(resumed.epochs[2]) == expected[2]
 
 
 @pytest.mark.parametrize("kind", ["weighted", "batches of varying size", "a stream", "batches"])
@@ -581,7 +597,7 @@ def test_other_loaders_accumulate_and_allow_short_steps(tmp_path, kind, accumula
     ],
 )
 def test_samplers_over_a_subset_are_respected(tmp_path, sampler, indices):
-    task = seen(tmp_path, DataLoader(numbers(20), 2, sampler=sampler))
+    task = read_batches(tmp_path, DataLoader(make_numbers(20), 2, sampler=sampler))
     for epoch in range(2):
         samples = task.samples(epoch)
         assert len(samples) == len(sampler)
@@ -622,10 +638,10 @@ def test_a_list_of_indices_may_be_one_item(tmp_path, workers):
         sampler = BatchSampler(SequentialSampler(range(12)), 4, drop_last=False)
         return DataLoader(Fetching(), batch_size=None, sampler=sampler, num_workers=workers)
 
-    whole = seen(tmp_path, loader(), callbacks=[Saving(4, tmp_path / "four")])
+    whole = read_batches(tmp_path, loader(), callbacks=[Saving(4, tmp_path / "four")])
     assert [int(number) for number in whole.samples(0)] == list(range(12))
-    resumed = seen(tmp_path, loader(), resume=tmp_path / "four")
-    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[1:]
+    resumed = read_batches(tmp_path, loader(), resume=tmp_path / "four")
+    assert as_lists(resumed.epochs[1]) == as_lists(whole.epochs[1])[1:]
 
 
 class Graphs:
@@ -666,7 +682,7 @@ class UnsizedNumbers(Unsized, Dataset):
 
 
 UNSIZED = {
-    "a batch sampler": lambda: DataLoader(numbers(), batch_sampler=UnsizedBatches()),
+    "a batch sampler": lambda: DataLoader(make_numbers(), batch_sampler=UnsizedBatches()),
     "a stream": lambda: DataLoader(UnsizedStream(), 4),
     "a data set": lambda: DataLoader(UnsizedNumbers(), 4, sampler=list(range(20))),
     "any iterable": type("UnsizedIterable", (Unsized, Batches), {}),
@@ -691,17 +707,17 @@ def test_an_endless_stream_needs_only_a_limit(tmp_path, limit, batches):
                 yield torch.zeros(4)
 
     stream = Endless()
-    task = seen(tmp_path, stream, limit_train_batches=limit, max_epochs=3)
+    task = read_batches(tmp_path, stream, limit_train_batches=limit, max_epochs=3)
     assert [len(task.epochs[epoch]) for epoch in range(3)] == [batches] * 3
     assert stream.taken == 3 * batches
-    assert len(seen(tmp_path, Endless(), max_epochs=None, max_steps=7).epochs[0]) == 7
+    assert len(read_batches(tmp_path, Endless(), max_epochs=None, max_steps=7).epochs[0]) == 7
 
 
 @pytest.mark.parametrize("batch_size", [None, 5])
 def test_impossible_global_batch_size_raises(tmp_path, batch_size):
     data = DataLoader(Stream(), batch_size)
     with pytest.raises(ConfigError, match=f"global_batch_size: 8 is not a multiple of the batch size {batch_size}"):
-        seen(tmp_path, data, global_batch_size=8)
+        read_batches(tmp_path, data, global_batch_size=8)
 
 
 def test_global_batch_of_several_batches_works(tmp_path):
@@ -712,7 +728,7 @@ def test_global_batch_of_several_batches_works(tmp_path):
 
 def test_global_batch_is_cut_from_a_user_sampler(tmp_path):
     trainer, task = bare_trainer(tmp_path, max_epochs=1, global_batch_size=10), Seeing()
-    trainer.fit(task, DataLoader(numbers(), 4, sampler=OddFirst()))
+    trainer.fit(task, DataLoader(make_numbers(), 4, sampler=OddFirst()))
     assert trainer.global_step == 2
     assert [len(batch[0]) for batch in task.epochs[0]] == [4, 4, 2, 4, 4, 2]
 
@@ -728,20 +744,20 @@ class Silent(IterableDataset):
 EMPTY = {
     "no samples": (lambda: DataLoader(TensorDataset(torch.empty(0, 6)), 4), "TensorDataset has no samples"),
     "fewer than one batch": (
-        lambda: DataLoader(numbers(3), 4, drop_last=True),
+        lambda: DataLoader(make_numbers(3), 4, drop_last=True),
         "TensorDataset has 3 samples, fewer than the batch_size 4, and drop_last=True omits a batch that is not f",
     ),
     "a part of them": (
-        lambda: DataLoader(numbers(9), 4, drop_last=True, sampler=SubsetRandomSampler([1, 2])),
+        lambda: DataLoader(make_numbers(9), 4, drop_last=True, sampler=SubsetRandomSampler([1, 2])),
         "SubsetRandomSampler has 2 samples, fewer than the batch_size 4, and drop_last=True",
     ),
     "an empty list": (list, "list gave no batch"),
     "an empty sampler": (
-        lambda: DataLoader(Subset(numbers(), []), 4, sampler=SubsetRandomSampler([])),
+        lambda: DataLoader(Subset(make_numbers(), []), 4, sampler=SubsetRandomSampler([])),
         "SubsetRandomSampler has no samples",
     ),
     "an empty batch sampler": (
-        lambda: DataLoader(numbers(), batch_sampler=[]),
+        lambda: DataLoader(make_numbers(), batch_sampler=[]),
         "the list of the loader returns no indices",
     ),
     "an empty stream": (lambda: DataLoader(Silent(), 4), "Silent gave no batch"),
@@ -751,7 +767,7 @@ EMPTY = {
     ),
     "loaders": (
         lambda: lumen.CombinedLoader(
-            {"a": DataLoader(numbers(2), 4, drop_last=True), "b": DataLoader(numbers(2), 1)}, "min_size"
+            {"a": DataLoader(make_numbers(2), 4, drop_last=True), "b": DataLoader(make_numbers(2), 1)}, "min_size"
         ),
         "a: TensorDataset has 2 samples, fewer than the batch_size 4",
     ),
@@ -822,7 +838,9 @@ def test_an_empty_evaluation_loader_is_one_warning(tmp_path, kind, caplog):
     make, why = EMPTY[kind]
     trainer = bare_trainer(tmp_path, max_epochs=3, log_level="WARNING")
     trainer.fit(
-        Logging(), DataLoader(numbers(8), 4), val_dataloaders={"good": DataLoader(numbers(8), 4), "bad": make()}
+        Logging(),
+        DataLoader(make_numbers(8), 4),
+        val_dataloaders={"good": DataLoader(make_numbers(8), 4), "bad": make()},
     )
     assert trainer.global_step == 6
     assert caplog.text.count("is empty") == 1
@@ -840,7 +858,7 @@ def test_monitor_of_an_empty_loader_raises(tmp_path, callback):
     with pytest.raises(
         ConfigError, match=r"'val_loss' was never logged; .* the loader to validate is empty: TensorData"
     ):
-        trainer.fit(Logging(), DataLoader(numbers(8), 4), EMPTY["fewer than one batch"][0]())
+        trainer.fit(Logging(), DataLoader(make_numbers(8), 4), EMPTY["fewer than one batch"][0]())
 
 
 def test_one_pass_iterator_raises_in_second_epoch(tmp_path):
@@ -849,7 +867,7 @@ def test_one_pass_iterator_raises_in_second_epoch(tmp_path):
         trainer.fit(Seeing(), (torch.zeros(4) for _ in range(3)))
     assert trainer.global_step == 3
     endless = iter(lambda: torch.zeros(4), None)
-    task = seen(tmp_path, endless, max_epochs=3, limit_train_batches=2)
+    task = read_batches(tmp_path, endless, max_epochs=3, limit_train_batches=2)
     assert [len(task.epochs[epoch]) for epoch in range(3)] == [2, 2, 2]
 
 
@@ -988,14 +1006,14 @@ def test_restarting_loaders_combine_in_parallel_and_sequentially(tmp_path):
     task = Both()
     bare_trainer(tmp_path, max_epochs=2).fit(task, [Restarting(2), Restarting(5)])
     assert task.samples(0) == task.samples(1) == [(1, 1), (2, 2), (1, 3), (2, 4), (1, 5)]
-    task = seen(tmp_path, lumen.CombinedLoader([Restarting(2), Restarting(3)], "sequential"))
+    task = read_batches(tmp_path, lumen.CombinedLoader([Restarting(2), Restarting(3)], "sequential"))
     assert task.samples(0) == task.samples(1) == [1, 2, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", [Exhausted, Once])
 def test_exhausted_loader_raises_instead_of_being_empty(tmp_path, kind):
     with pytest.raises(DataError, match=f"a {kind.__name__}, which can be read only once"):
-        seen(tmp_path, kind())
+        read_batches(tmp_path, kind())
     with pytest.raises(DataError, match=f"a {kind.__name__}, which can be read only once"):
         bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=-1).fit(Validated(), Restarting(), kind())
 
@@ -1028,13 +1046,13 @@ class RestartingIndices:
 
 
 def test_a_sampler_may_begin_anew_and_return_itself(tmp_path):
-    task = seen(tmp_path, DataLoader(numbers(), 2, sampler=RestartingIndices([3, 1, 2])))
+    task = read_batches(tmp_path, DataLoader(make_numbers(), 2, sampler=RestartingIndices([3, 1, 2])))
     assert task.samples(0) == task.samples(1) == [3, 1, 2]
-    task = seen(tmp_path, DataLoader(numbers(), batch_sampler=RestartingIndices([[3, 1], [2]])))
+    task = read_batches(tmp_path, DataLoader(make_numbers(), batch_sampler=RestartingIndices([[3, 1], [2]])))
     assert task.samples(0) == task.samples(1) == [3, 1, 2]
 
 
 def test_one_pass_sampler_raises_in_second_validation(tmp_path):
-    validated = DataLoader(numbers(), 1, sampler=(number for number in range(3)))
+    validated = DataLoader(make_numbers(), 1, sampler=(number for number in range(3)))
     with pytest.raises(DataError, match="a generator, which can be read only once"):
-        bare_trainer(tmp_path, max_epochs=1).fit(Logging(), DataLoader(numbers(8), 4), validated)
+        bare_trainer(tmp_path, max_epochs=1).fit(Logging(), DataLoader(make_numbers(8), 4), validated)

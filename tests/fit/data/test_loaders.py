@@ -37,9 +37,9 @@ import lumen
 from lumen.data.combined import list_loaders
 from lumen.data.rank_checks import digest_batch
 from lumen.errors import ConfigError, DataError
-from tests.helpers.pages import snippets
+from tests.helpers.pages import find_programs
 from tests.helpers.streams import Buffered
-from tests.helpers.tasks import Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
+from tests.helpers.tasks import Saving, Seeing, as_lists, bare_trainer, make_numbers, quiet_trainer, read_batches
 
 # ---------------------------------------------------------------------- samplers and batch samplers of the user
 
@@ -97,16 +97,16 @@ INDEXED = {
 
 @pytest.mark.parametrize("kind", INDEXED)
 def test_resume_loads_no_consumed_samples(tmp_path, kind):
-    whole = seen(tmp_path, INDEXED[kind](Counted()), max_epochs=2)
+    whole = read_batches(tmp_path, INDEXED[kind](Counted()), max_epochs=2)
     per_epoch, path = len(whole.epochs[0]), tmp_path / "step"
     step = per_epoch + 3
-    seen(tmp_path, INDEXED[kind](Counted()), max_steps=step, callbacks=[Saving(step, path)])
+    read_batches(tmp_path, INDEXED[kind](Counted()), max_steps=step, callbacks=[Saving(step, path)])
     data = Counted()
-    resumed = seen(tmp_path, INDEXED[kind](data), max_epochs=2, resume=path)
-    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[3:]
+    resumed = read_batches(tmp_path, INDEXED[kind](data), max_epochs=2, resume=path)
+    assert as_lists(resumed.epochs[1]) == as_lists(whole.epochs[1])[3:]
     sizes = [torch.as_tensor(batch).numel() for batch in whole.epochs[1][3:]]
     assert len(data.loaded) == sum(sizes) + sizes[0]  # The first batch draws random numbers, so Lumen makes it again.
-    assert plain(whole.epochs[0]) != plain(whole.epochs[1])
+    assert as_lists(whole.epochs[0]) != as_lists(whole.epochs[1])
 
 
 def test_repeated_sample_is_augmented_twice(tmp_path):
@@ -117,18 +117,20 @@ def test_repeated_sample_is_augmented_twice(tmp_path):
         def __len__(self):
             return 8
 
-    task = seen(tmp_path, DataLoader(Counted(), 4, sampler=First()))
+    task = read_batches(tmp_path, DataLoader(Counted(), 4, sampler=First()))
     assert len(set(task.samples(0) + task.samples(1))) == 16
 
 
 @pytest.mark.parametrize("kind", ["weighted", "batches of varying size", "no batching"])
 def test_samples_and_draws_are_independent_of_workers(tmp_path, kind):
-    expected = seen(tmp_path, INDEXED[kind](Counted())).epochs
+    expected = read_batches(tmp_path, INDEXED[kind](Counted())).epochs
     with_workers = INDEXED[kind](Counted())
     rebuilt = {"sampler": with_workers.sampler} if with_workers.batch_sampler is None else {}
     batching = {"batch_sampler": with_workers.batch_sampler} if with_workers.batch_sampler else {"batch_size": None}
-    found = seen(tmp_path, DataLoader(Counted(), num_workers=2, **batching, **rebuilt)).epochs
-    assert {epoch: plain(found[epoch]) for epoch in found} == {epoch: plain(expected[epoch]) for epoch in expected}
+    found = read_batches(tmp_path, DataLoader(Counted(), num_workers=2, **batching, **rebuilt)).epochs
+    assert {epoch: as_lists(found[epoch]) for epoch in found} == {
+        epoch: as_lists(expected[epoch]) for epoch in expected
+    }
 
 
 def test_varying_batches_are_weighted_by_samples(tmp_path):
@@ -149,18 +151,18 @@ def test_endless_sampler_needs_only_a_limit(tmp_path):
             while True:
                 yield from torch.randperm(20).tolist()
 
-    whole = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), max_epochs=None, max_steps=13)
+    whole = read_batches(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), max_epochs=None, max_steps=13)
     assert len(whole.epochs[0]) == 13
     path = tmp_path / "step"
     options = {"max_epochs": 3, "limit_train_batches": 4}
-    limited = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), **options)
-    assert plain(limited.epochs[0]) == plain(whole.epochs[0])[:4]
-    seen(
+    limited = read_batches(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), **options)
+    assert as_lists(limited.epochs[0]) == as_lists(whole.epochs[0])[:4]
+    read_batches(
         tmp_path, DataLoader(Counted(), 4, sampler=Endless()), **options | {"max_steps": 6}, callbacks=[Saving(6, path)]
     )
-    resumed = seen(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), resume=path, **options)
-    assert plain(resumed.epochs[1]) == plain(limited.epochs[1])[2:]
-    assert plain(resumed.epochs[2]) == plain(limited.epochs[2])
+    resumed = read_batches(tmp_path, DataLoader(Counted(), 4, sampler=Endless()), resume=path, **options)
+    assert as_lists(resumed.epochs[1]) == as_lists(limited.epochs[1])[2:]
+    assert as_lists(resumed.epochs[2]) == as_lists(limited.epochs[2])
 
 
 class Epochs:
@@ -191,19 +193,19 @@ def test_whatever_wants_to_know_the_epoch_is_told(tmp_path):
     batches.set_epoch = Epochs.set_epoch.__get__(batches)
     subclass = type("Varying", (BatchSampler,), {})(inner, 3, False)
     for data in (
-        DataLoader(numbers(8), 4, sampler=sampler),
-        DataLoader(numbers(8), batch_sampler=subclass),
+        DataLoader(make_numbers(8), 4, sampler=sampler),
+        DataLoader(make_numbers(8), batch_sampler=subclass),
         DataLoader(stream, 4),
     ):
-        seen(tmp_path, data, max_epochs=3)
+        read_batches(tmp_path, data, max_epochs=3)
     assert sampler.told == inner.told == stream.told == [0, 1, 2]
 
 
 def test_distributed_sampler_is_replaced(tmp_path):
     """Lumen shards the samples without it."""
-    data = numbers(20)
+    data = make_numbers(20)
     sampler = DistributedSampler(data, num_replicas=2, rank=1)
-    task = seen(tmp_path, DataLoader(data, 4, sampler=sampler))
+    task = read_batches(tmp_path, DataLoader(data, 4, sampler=sampler))
     assert sorted(task.samples(0)) == sorted(task.samples(1)) == list(range(20))
     assert task.samples(0) != task.samples(1)
 
@@ -211,12 +213,12 @@ def test_distributed_sampler_is_replaced(tmp_path):
 @pytest.mark.parametrize("kept_by", ["loader", "sampler"])
 def test_a_generators_seed_decides_the_order(tmp_path, kept_by):
     def orders(seed, run_seed):
-        data, generator = numbers(), torch.Generator().manual_seed(seed)
+        data, generator = make_numbers(), torch.Generator().manual_seed(seed)
         if kept_by == "loader":
             shuffled = DataLoader(data, 4, shuffle=True, generator=generator)
         else:
             shuffled = DataLoader(data, 4, sampler=RandomSampler(data, generator=generator))
-        task = seen(tmp_path, shuffled, seed=run_seed)
+        task = read_batches(tmp_path, shuffled, seed=run_seed)
         return [task.samples(epoch) for epoch in range(2)]
 
     first, second = orders(1, 3)
@@ -231,7 +233,10 @@ class Nested(Sampler):
 
     def __init__(self, samples=20):
         self.samples = samples
-        self.generators, self.inner = [np.random.default_rng()], RandomSampler(range(samples), generator=own())
+        self.generators, self.inner = (
+            [np.random.default_rng()],
+            RandomSampler(range(samples), generator=train_with_own_loaders()),
+        )
 
     def __iter__(self):
         for index in self.inner:
@@ -241,11 +246,11 @@ class Nested(Sampler):
         return self.samples
 
 
-def own():
+def train_with_own_loaders():
     return torch.Generator().manual_seed(5)
 
 
-def resumed_everywhere(tmp_path, fit, **options):
+def assert_resumes_everywhere(tmp_path, fit, **options):
     """Train without interruption, then resume from a checkpoint of each step: the later batches are equal."""
     whole = fit(**options)
     assert whole.global_steps
@@ -254,7 +259,7 @@ def resumed_everywhere(tmp_path, fit, **options):
         fit(**options, max_steps=step, callbacks=[Saving(step, path)])
         again = fit(**options, resume=path)
         for epoch, batches in again.epochs.items():
-            assert plain(batches) == plain(whole.epochs[epoch])[-len(batches) :], (step, epoch)
+            assert as_lists(batches) == as_lists(whole.epochs[epoch])[-len(batches) :], (step, epoch)
         seen_after = sum(map(len, again.epochs.values())) + sum(map(len, whole.skipped.values()))
         assert seen_after >= whole.global_steps - step, step
 
@@ -273,7 +278,7 @@ class Tracked(Seeing):
         self.global_steps = self.global_step
 
     def validation_step(self, batch):
-        self.validated.append(plain([batch])[0])
+        self.validated.append(as_lists([batch])[0])
 
 
 def fitting(tmp_path, make, make_validation=None, skip=None):
@@ -287,7 +292,7 @@ def fitting(tmp_path, make, make_validation=None, skip=None):
 
 
 def test_sampler_with_nested_generators_resumes_exactly(tmp_path):
-    resumed_everywhere(tmp_path, fitting(tmp_path, lambda: DataLoader(Counted(), 4, sampler=Nested())))
+    assert_resumes_everywhere(tmp_path, fitting(tmp_path, lambda: DataLoader(Counted(), 4, sampler=Nested())))
 
 
 def test_shared_sampler_is_not_disturbed_by_validation(tmp_path):
@@ -298,15 +303,17 @@ def test_shared_sampler_is_not_disturbed_by_validation(tmp_path):
         trainer.fit(task, loaders[0], val_dataloaders=loaders[1])
         return task
 
-    assert plain(fit().epochs[1]) == plain(fit(limit_val_batches=0).epochs[1])
-    resumed_everywhere(tmp_path, fit)
+    assert as_lists(fit().epochs[1]) == as_lists(fit(limit_val_batches=0).epochs[1])
+    assert_resumes_everywhere(tmp_path, fit)
 
 
 def test_a_samplers_generators_are_put_back(tmp_path):
-    generator = own()
+    generator = train_with_own_loaders()
     generator.manual_seed(77)
     before = generator.get_state()
-    seen(tmp_path, DataLoader(numbers(), 4, sampler=RandomSampler(range(20), replacement=True, generator=generator)))
+    read_batches(
+        tmp_path, DataLoader(make_numbers(), 4, sampler=RandomSampler(range(20), replacement=True, generator=generator))
+    )
     assert torch.equal(generator.get_state(), before)
 
 
@@ -315,8 +322,8 @@ def test_loader_with_custom_iterator_is_read_unchanged(tmp_path):
         def _get_iterator(self):
             return (-batch[0] for batch in super()._get_iterator())
 
-    task = seen(tmp_path, Negative(numbers(8), 4))
-    assert plain(task.epochs[0]) == [[0, -1, -2, -3], [-4, -5, -6, -7]]
+    task = read_batches(tmp_path, Negative(make_numbers(8), 4))
+    assert as_lists(task.epochs[0]) == [[0, -1, -2, -3], [-4, -5, -6, -7]]
 
 
 def test_indices_may_be_anything_a_data_set_takes(tmp_path):
@@ -325,18 +332,18 @@ def test_indices_may_be_anything_a_data_set_takes(tmp_path):
             return float(len(key)) if isinstance(key, str) else float(sum(key))
 
     words, pairs = ["a", "bb", "ccc", "dddd"], [(1, 2), (3, 4)]
-    assert seen(tmp_path, DataLoader(Named(), 2, sampler=words)).samples(0) == [1, 2, 3, 4]
-    assert seen(tmp_path, DataLoader(Named(), 1, sampler=pairs)).samples(0) == [3, 7]
-    lazily = DataLoader(numbers(8), batch_sampler=[iter([np.int64(1), 2]), iter([torch.tensor(3)])])
-    assert seen(tmp_path, lazily, max_epochs=1).samples(0) == [1, 2, 3]
+    assert read_batches(tmp_path, DataLoader(Named(), 2, sampler=words)).samples(0) == [1, 2, 3, 4]
+    assert read_batches(tmp_path, DataLoader(Named(), 1, sampler=pairs)).samples(0) == [3, 7]
+    lazily = DataLoader(make_numbers(8), batch_sampler=[iter([np.int64(1), 2]), iter([torch.tensor(3)])])
+    assert read_batches(tmp_path, lazily, max_epochs=1).samples(0) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataLoader(numbers(), batch_sampler=[[1], []]), r"a batch sampler gave \[\]"),
-        (lambda: DataLoader(numbers(), batch_sampler=[1, 2]), "a batch sampler gave 1"),
-        (lambda: DataLoader(numbers(), 4, sampler=iter([1, 2, 3])), "a list_iterator, which can be read only once"),
+        (lambda: DataLoader(make_numbers(), batch_sampler=[[1], []]), r"a batch sampler gave \[\]"),
+        (lambda: DataLoader(make_numbers(), batch_sampler=[1, 2]), "a batch sampler gave 1"),
+        (lambda: DataLoader(make_numbers(), 4, sampler=iter([1, 2, 3])), "a list_iterator, which can be read only once"),
         (lambda: DataLoader(Endless(), 4), "Endless has no length, and the loader has no sampler"),
         (lambda: "abc", "a loader is an iterable of batches, found str"),
         (lambda: torch.arange(4), "a loader is an iterable of batches, found Tensor"),
@@ -345,7 +352,7 @@ def test_indices_may_be_anything_a_data_set_takes(tmp_path):
 )
 def test_what_is_no_loader_is_one_clear_error(tmp_path, make, message):
     with pytest.raises(DataError, match=message):
-        seen(tmp_path, make())
+        read_batches(tmp_path, make())
 
 
 class Endless(Dataset):
@@ -358,8 +365,8 @@ class Endless(Dataset):
 
 def test_other_loader_kind_in_mid_epoch_raises(tmp_path):
     makes = [
-        lambda: DataLoader(numbers(20), 4),
-        lambda: DataLoader(numbers(20), 4, sampler=list(range(20))),
+        lambda: DataLoader(make_numbers(20), 4),
+        lambda: DataLoader(make_numbers(20), 4, sampler=list(range(20))),
         lambda: [torch.arange(4)] * 5,
         lambda: {"few": alphabet(8), "many": alphabet(12)},
         lambda: [alphabet(8), alphabet(12)],
@@ -385,8 +392,8 @@ def test_other_loader_kind_is_accepted_at_next_epoch(tmp_path):
 
 def resume_with(tmp_path, before, after, step=2):
     path = tmp_path / "step"
-    seen(tmp_path, before, max_steps=step, callbacks=[Saving(step, path)])
-    return seen(tmp_path, after, max_epochs=2, resume=path)
+    read_batches(tmp_path, before, max_steps=step, callbacks=[Saving(step, path)])
+    return read_batches(tmp_path, after, max_epochs=2, resume=path)
 
 
 @pytest.mark.parametrize(
@@ -399,14 +406,14 @@ def resume_with(tmp_path, before, after, step=2):
 )  # fmt: skip
 def test_changed_loading_in_mid_epoch_raises(tmp_path, before, after, said):
     def data(samples=20, **options):
-        return DataLoader(numbers(samples), 4, **options)
+        return DataLoader(make_numbers(samples), 4, **options)
 
     with pytest.raises(DataError, match=said):
         resume_with(tmp_path, data(**before), data(**after))
 
 
 def test_more_data_is_accepted_at_next_epoch(tmp_path):
-    task = resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(24), 4), step=5)
+    task = resume_with(tmp_path, DataLoader(make_numbers(20), 4), DataLoader(make_numbers(24), 4), step=5)
     assert len(task.samples(1)) == 24
 
 
@@ -415,7 +422,7 @@ def test_more_data_is_accepted_at_next_epoch(tmp_path):
 
 def split(seed, samples=100):
     """Return training and validation data."""
-    return random_split(numbers(samples), [0.8, 0.2], generator=torch.Generator().manual_seed(seed))
+    return random_split(make_numbers(samples), [0.8, 0.2], generator=torch.Generator().manual_seed(seed))
 
 
 class Kept(Dataset):
@@ -433,7 +440,12 @@ class Kept(Dataset):
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda part: part, Kept, lambda part: Subset(part, range(80)), lambda part: ConcatDataset([part, numbers(8)])],
+    [
+        lambda part: part,
+        Kept,
+        lambda part: Subset(part, range(80)),
+        lambda part: ConcatDataset([part, make_numbers(8)]),
+    ],
     ids=["split", "in a data set", "in a subset", "in a concatenation"],
 )
 def test_changed_random_split_in_mid_epoch_raises(tmp_path, wrap):
@@ -462,7 +474,7 @@ def test_changed_random_split_at_epoch_end_warns(tmp_path, caplog):
 
 class Splitting(lumen.DataModule):
     def setup(self, stage):
-        self.training, self.validation = random_split(numbers(), [0.8, 0.2])
+        self.training, self.validation = random_split(make_numbers(), [0.8, 0.2])
 
     def train_dataloader(self):
         return DataLoader(self.training, 2, shuffle=True)
@@ -476,7 +488,7 @@ def test_random_split_in_setup_is_stable_across_resumes(tmp_path, caplog):
     whole, again = Tracked(), Tracked()
     bare_trainer(tmp_path, max_epochs=2, seed=None, callbacks=[Saving(11, path)]).fit(whole, Splitting())
     bare_trainer(tmp_path, max_epochs=2, seed=None, resume=path, log_level="WARNING").fit(again, Splitting())
-    assert plain(again.epochs[1]) == plain(whole.epochs[1])[3:]
+    assert as_lists(again.epochs[1]) == as_lists(whole.epochs[1])[3:]
     assert "is not what" not in caplog.text
 
 
@@ -563,14 +575,14 @@ def test_growing_data_resumes_exactly_from_every_step(tmp_path, in_epoch, sample
         return task
 
     assert [len(batches) for batches in fit().epochs.values()] == [4, 7, 3]
-    resumed_everywhere(tmp_path, fit)
+    assert_resumes_everywhere(tmp_path, fit)
 
 
 def test_validation_data_may_grow(tmp_path):
     data, task = list(range(3)), Tracked()
     task.on_train_epoch_start = lambda: data.append(len(data))
     bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0).fit(
-        task, DataLoader(numbers(4), 4), val_dataloaders=DataLoader(data, 1)
+        task, DataLoader(make_numbers(4), 4), val_dataloaders=DataLoader(data, 1)
     )
     assert task.validated == [[0], [1], [2], [3], [0], [1], [2], [3], [4]]
 
@@ -586,7 +598,7 @@ def test_data_shrinking_in_mid_epoch_raises(tmp_path, options):
 
 def test_missing_rows_of_tensor_dataset_raise(tmp_path):
     with pytest.raises(DataError, match=r"sample 5 is to come in this epoch, but TensorDataset has 4"):
-        seen(tmp_path, DataLoader(numbers(4), 2, sampler=[0, 1, 2, 5]))
+        read_batches(tmp_path, DataLoader(make_numbers(4), 2, sampler=[0, 1, 2, 5]))
 
 
 def test_index_error_of_a_dataset_passes_through(tmp_path):
@@ -595,7 +607,7 @@ def test_index_error_of_a_dataset_passes_through(tmp_path):
             return [0][index + 1]
 
     with pytest.raises(IndexError, match="list index out of range"):
-        seen(tmp_path, DataLoader(Wrong(), 2))
+        read_batches(tmp_path, DataLoader(Wrong(), 2))
 
 
 # ---------------------------------------------------------------------- streams
@@ -637,16 +649,16 @@ def test_stateful_stream_resumes_from_its_state(tmp_path, kind, accumulate):
         return stream, DataLoader(stream, 2) if kind == "a data set with a state" else stream
 
     options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
-    whole = seen(tmp_path, make()[1], **options)
+    whole = read_batches(tmp_path, make()[1], **options)
     per_epoch = len(whole.epochs[0])
     steps = -(-per_epoch // accumulate)
     for step in (steps + 1, 2 * steps):
         path = tmp_path / f"step-{step}"
-        seen(tmp_path, make()[1], **options | {"max_steps": step}, callbacks=[Saving(step, path)])
+        read_batches(tmp_path, make()[1], **options | {"max_steps": step}, callbacks=[Saving(step, path)])
         stream, data = make()
-        resumed = seen(tmp_path, data, resume=path, **options)
+        resumed = read_batches(tmp_path, data, resume=path, **options)
         for epoch, batches in resumed.epochs.items():
-            assert plain(batches) == plain(whole.epochs[epoch])[-len(batches) :]
+            assert as_lists(batches) == as_lists(whole.epochs[epoch])[-len(batches) :]
         assert stream.read == 20 * (3 - step / steps) if step % steps == 0 else stream.read < 40
 
 
@@ -677,7 +689,7 @@ def test_streams_resume_exactly_from_every_step(tmp_path, kind, limit, skip):
     fit = fitting(tmp_path, STREAMS[kind], skip=skip)
     if kind == "in a combination":
         fit = combined_fit(tmp_path, skip)
-    resumed_everywhere(tmp_path, fit, limit_train_batches=limit)
+    assert_resumes_everywhere(tmp_path, fit, limit_train_batches=limit)
 
 
 def combined_fit(tmp_path, skip):
@@ -694,9 +706,9 @@ def combined_fit(tmp_path, skip):
 
 
 def test_stream_cut_exactly_at_its_end_restarts(tmp_path):
-    task = seen(tmp_path, DataLoader(Counting(), 2), limit_train_batches=10, max_epochs=4)
+    task = read_batches(tmp_path, DataLoader(Counting(), 2), limit_train_batches=10, max_epochs=4)
     assert [len(task.epochs[epoch]) for epoch in range(4)] == [10] * 4
-    task = seen(tmp_path, DataLoader(Counting(), 2), limit_train_batches=5, max_epochs=None, max_steps=25)
+    task = read_batches(tmp_path, DataLoader(Counting(), 2), limit_train_batches=5, max_epochs=None, max_steps=25)
     assert [len(task.epochs[epoch]) for epoch in range(5)] == [5] * 5
     assert [int(number) for number in task.samples(0) + task.samples(1)] == list(range(1, 21))
 
@@ -711,7 +723,7 @@ def test_combination_loses_no_stream_samples_between_epochs(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"num_sanity_val_steps": 2}, {"limit_val_batches": 2}])
 def test_every_validation_reads_a_stream_from_its_beginning(tmp_path, options):
-    fit = fitting(tmp_path, lambda: DataLoader(numbers(8), 4), lambda: DataLoader(Buffered(12), 2))
+    fit = fitting(tmp_path, lambda: DataLoader(make_numbers(8), 4), lambda: DataLoader(Buffered(12), 2))
     task = fit(**options)
     sanity, per_pass = options.get("num_sanity_val_steps", 0), options.get("limit_val_batches", 6)
     assert len(task.validated) == sanity + 3 * per_pass
@@ -720,7 +732,7 @@ def test_every_validation_reads_a_stream_from_its_beginning(tmp_path, options):
 
 
 def test_generator_cannot_be_reused_or_resumed(tmp_path):
-    fit = fitting(tmp_path, lambda: DataLoader(numbers(8), 4), lambda: (torch.zeros(2) for _ in range(3)))
+    fit = fitting(tmp_path, lambda: DataLoader(make_numbers(8), 4), lambda: (torch.zeros(2) for _ in range(3)))
     with pytest.raises(DataError, match="a generator, which can be read only once"):
         fit(num_sanity_val_steps=1, max_epochs=1)
     path = tmp_path / "step"
@@ -732,8 +744,8 @@ def test_generator_cannot_be_reused_or_resumed(tmp_path):
 
 @pytest.mark.parametrize("kind", ["a data set", "without a state"])
 def test_overfitting_repeats_the_first_batches_of_a_stream(tmp_path, kind):
-    task = seen(tmp_path, STREAMS[kind](), overfit_batches=2, max_epochs=3)
-    epochs = [plain(task.epochs[epoch]) for epoch in range(3)]
+    task = read_batches(tmp_path, STREAMS[kind](), overfit_batches=2, max_epochs=3)
+    epochs = [as_lists(task.epochs[epoch]) for epoch in range(3)]
     assert epochs[0] == epochs[1] == epochs[2]
 
 
@@ -746,11 +758,11 @@ def test_a_stateful_loader_is_not_read_again(tmp_path):
             super().load_state_dict(state)
 
     path, data = tmp_path / "step", Watching()
-    seen(tmp_path, data, max_epochs=3)
+    read_batches(tmp_path, data, max_epochs=3)
     assert data.loads == 0  # no epoch was cut, so no state is loaded
-    seen(tmp_path, Watching(), max_steps=25, callbacks=[Saving(25, path)])
+    read_batches(tmp_path, Watching(), max_steps=25, callbacks=[Saving(25, path)])
     data = Watching()
-    seen(tmp_path, data, max_epochs=2, resume=path)
+    read_batches(tmp_path, data, max_epochs=2, resume=path)
     assert (data.loads, data.read) == (1, 15)
 
 
@@ -766,9 +778,9 @@ def test_draws_of_stream_workers_are_independent_of_epochs(tmp_path, persistent)
         return DataLoader(NoisyStream(), 4, num_workers=1, persistent_workers=persistent)
 
     path = tmp_path / "step"
-    whole = seen(tmp_path, make())
-    seen(tmp_path, make(), max_steps=2, callbacks=[Saving(2, path)])
-    assert plain(seen(tmp_path, make(), resume=path).epochs[1]) == plain(whole.epochs[1])
+    whole = read_batches(tmp_path, make())
+    read_batches(tmp_path, make(), max_steps=2, callbacks=[Saving(2, path)])
+    assert as_lists(read_batches(tmp_path, make(), resume=path).epochs[1]) == as_lists(whole.epochs[1])
 
 
 def test_stateless_stream_is_reread_with_a_warning(tmp_path, caplog):
@@ -781,10 +793,10 @@ def test_stateless_stream_is_reread_with_a_warning(tmp_path, caplog):
                 yield number
 
     path = tmp_path / "step"
-    seen(tmp_path, DataLoader(Forgetful(), 4), max_steps=8, callbacks=[Saving(8, path)])
+    read_batches(tmp_path, DataLoader(Forgetful(), 4), max_steps=8, callbacks=[Saving(8, path)])
     stream = Forgetful()
-    task = seen(tmp_path, DataLoader(stream, 4), max_epochs=2, resume=path, log_level="WARNING")
-    assert plain(task.epochs[1]) == [[12, 13, 14, 15], [16, 17, 18, 19]]
+    task = read_batches(tmp_path, DataLoader(stream, 4), max_epochs=2, resume=path, log_level="WARNING")
+    assert as_lists(task.epochs[1]) == [[12, 13, 14, 15], [16, 17, 18, 19]]
     assert stream.read == 20
     assert caplog.text.count("3 batches of this epoch again") == 1
     assert "state_dict" in caplog.text
@@ -796,8 +808,8 @@ def test_streams_reread_in_another_order_are_reported(tmp_path, caplog):
             return iter(random.Random().sample(range(64), 64))
 
     path = tmp_path / "step"
-    seen(tmp_path, DataLoader(Unseeded(), 4), max_steps=8, callbacks=[Saving(8, path)])
-    seen(tmp_path, DataLoader(Unseeded(), 4), max_steps=9, resume=path, log_level="WARNING")
+    read_batches(tmp_path, DataLoader(Unseeded(), 4), max_steps=8, callbacks=[Saving(8, path)])
+    read_batches(tmp_path, DataLoader(Unseeded(), 4), max_steps=9, resume=path, log_level="WARNING")
     assert caplog.text.count("Unseeded gives different batches when it is read again: the first 8 of this epoch") == 1
 
 
@@ -830,7 +842,7 @@ class KeepsIterator(DataLoader):
 @pytest.mark.parametrize(("kind", "warnings"), [(KeepsIterator, 1), (DataLoader, 0)])
 def test_overfitting_on_changing_batches_is_reported(tmp_path, caplog, kind, warnings):
     loader = kind(list(range(24)), 4)
-    seen(tmp_path, loader, max_epochs=3, overfit_batches=2, log_level="WARNING")
+    read_batches(tmp_path, loader, max_epochs=3, overfit_batches=2, log_level="WARNING")
     assert caplog.text.count(f"{kind.__name__} gives different batches in each pass") == warnings
 
 
@@ -839,17 +851,17 @@ def test_a_shuffle_buffer_of_hugging_face_resumes_exactly(tmp_path, caplog):
 
     def shuffled():
         stream = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
-        return DataLoader(stream.shuffle(seed=1, buffer_size=10).with_format("torch"), 4, collate_fn=numbers_of)
+        return DataLoader(stream.shuffle(seed=1, buffer_size=10).with_format("torch"), 4, collate_fn=list_numbers)
 
-    whole, path = seen(tmp_path, shuffled(), max_epochs=2), tmp_path / "step"
-    seen(tmp_path, shuffled(), max_steps=13, callbacks=[Saving(13, path)])
-    rest = seen(tmp_path, shuffled(), max_epochs=2, resume=path, log_level="WARNING")
-    assert plain(rest.epochs[1]) == plain(whole.epochs[1])[3:]
+    whole, path = read_batches(tmp_path, shuffled(), max_epochs=2), tmp_path / "step"
+    read_batches(tmp_path, shuffled(), max_steps=13, callbacks=[Saving(13, path)])
+    rest = read_batches(tmp_path, shuffled(), max_epochs=2, resume=path, log_level="WARNING")
+    assert as_lists(rest.epochs[1]) == as_lists(whole.epochs[1])[3:]
     assert caplog.text.count("3 batches of this epoch again") == 1
     assert "other batches" not in caplog.text
 
 
-def numbers_of(samples):
+def list_numbers(samples):
     return torch.stack([each["x"] for each in samples])
 
 
@@ -899,21 +911,21 @@ def torchdatas(data, workers):
     return StatefulDataLoader(data, 4, num_workers=workers)
 
 
-def documented():
+def read_documented_stream():
     """Return the stream with a state that the page on loaders shows."""
     given = {"torch": torch}
-    exec(snippets()[1], given)
+    exec(find_programs()[1], given)
     return given["Numbers"](24)
 
 
-def resumed_by_steps(tmp_path, make):
+def train_by_steps(tmp_path, make):
     """Return the batches of a run that is killed after every third step, by epoch."""
     parts = {0: [], 1: []}
     for end in (3, 6, 9, 12):
         options = {"max_steps": end, "callbacks": [Saving(end, tmp_path / f"step-{end}")], "log_level": "WARNING"}
-        task = seen(tmp_path, make(), resume=tmp_path / f"step-{end - 3}" if end > 3 else None, **options)
+        task = read_batches(tmp_path, make(), resume=tmp_path / f"step-{end - 3}" if end > 3 else None, **options)
         for epoch, batches in task.epochs.items():
-            parts[epoch] += plain(batches)
+            parts[epoch] += as_lists(batches)
     return parts
 
 
@@ -921,17 +933,17 @@ ADVICE = {
     "a stream": (
         lambda: DataLoader(Plainly(), 4),
         "Plainly has no state_dict.* give Plainly state_dict and load_state_dict.$",
-        lambda: DataLoader(documented(), 4),
+        lambda: DataLoader(read_documented_stream(), 4),
     ),
     "workers": (
         lambda: DataLoader(Plainly(), 4, num_workers=2),
         "give Plainly state_dict and load_state_dict and read Plainly with torchdata's StatefulDataLoader.$",
-        lambda: torchdatas(documented(), 2),
+        lambda: torchdatas(read_documented_stream(), 2),
     ),
     "a stream with a state and workers": (
-        lambda: DataLoader(documented(), 4, num_workers=2),
+        lambda: DataLoader(read_documented_stream(), 4, num_workers=2),
         "DataLoader has no state_dict.* To avoid it, read Numbers with torchdata's StatefulDataLoader.$",
-        lambda: torchdatas(documented(), 2),
+        lambda: torchdatas(read_documented_stream(), 2),
     ),
     "any iterable": (
         lambda: Cut(4),
@@ -947,12 +959,12 @@ ADVICE = {
 )
 def test_advice_for_streams_without_state_works(tmp_path, caplog, kind):
     make, advice, advised = ADVICE[kind]
-    seen(tmp_path, make(), max_steps=2, callbacks=[Saving(2, tmp_path / "step-2")])
-    seen(tmp_path, make(), resume=tmp_path / "step-2", log_level="WARNING")
+    read_batches(tmp_path, make(), max_steps=2, callbacks=[Saving(2, tmp_path / "step-2")])
+    read_batches(tmp_path, make(), resume=tmp_path / "step-2", log_level="WARNING")
     assert re.search(advice, caplog.text, re.MULTILINE)
     caplog.clear()
-    whole = seen(tmp_path, advised())
-    assert resumed_by_steps(tmp_path, advised) == {epoch: plain(batches) for epoch, batches in whole.epochs.items()}
+    whole = read_batches(tmp_path, advised())
+    assert train_by_steps(tmp_path, advised) == {epoch: as_lists(batches) for epoch, batches in whole.epochs.items()}
     assert "read once more" not in caplog.text
 
 
@@ -960,9 +972,9 @@ def test_advice_for_streams_without_state_works(tmp_path, caplog, kind):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_torchdata_loader_with_stateless_stream_resumes(tmp_path, caplog, workers):
     """torchdata's state of such a stream fails when it is restored for the second time."""
-    whole = seen(tmp_path, torchdatas(Plainly(), workers))
-    parts = resumed_by_steps(tmp_path, lambda: torchdatas(Plainly(), workers))
-    assert parts == {epoch: plain(batches) for epoch, batches in whole.epochs.items()}
+    whole = read_batches(tmp_path, torchdatas(Plainly(), workers))
+    parts = train_by_steps(tmp_path, lambda: torchdatas(Plainly(), workers))
+    assert parts == {epoch: as_lists(batches) for epoch, batches in whole.epochs.items()}
     assert caplog.text.count("Plainly has no state_dict") == 2
 
 
@@ -994,8 +1006,8 @@ class Delegating(DataLoader):
 def test_batches_of_a_streams_workers_come_in_order(tmp_path, caplog, kind):
     """Ranks that read a stream, and resumed runs that read a stream again, must get the same batches."""
     loader = kind(Late(tmp_path / "made"), 2, num_workers=2, in_order=False)
-    task = seen(tmp_path, loader, max_epochs=1, log_level="WARNING")
-    assert plain(task.epochs[0]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    task = read_batches(tmp_path, loader, max_epochs=1, log_level="WARNING")
+    assert as_lists(task.epochs[0]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert caplog.text.count("setting in_order=True") == 1
 
 
@@ -1022,7 +1034,7 @@ def test_rebatched_stateless_stream_in_mid_epoch_raises(tmp_path, before, after,
 
 def test_rebatched_stateless_stream_is_accepted_at_next_epoch(tmp_path):
     task = resume_with(tmp_path, DataLoader(Plainly(), 4), DataLoader(Plainly(), 2, num_workers=1), step=6)
-    assert plain(task.epochs.pop(1)) == torch.arange(24).reshape(12, 2).tolist()
+    assert as_lists(task.epochs.pop(1)) == torch.arange(24).reshape(12, 2).tolist()
     assert not task.epochs
 
 
@@ -1036,7 +1048,9 @@ def test_torchdata_map_style_loader_equals_dataloader(tmp_path):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     plain_loader, stateful = DataLoader(Counted(), 4, shuffle=True), StatefulDataLoader(Counted(), 4, shuffle=True)
-    assert plain(seen(tmp_path, stateful).epochs[1]) == plain(seen(tmp_path, plain_loader).epochs[1])
+    assert as_lists(read_batches(tmp_path, stateful).epochs[1]) == as_lists(
+        read_batches(tmp_path, plain_loader).epochs[1]
+    )
 
 
 @pytest.mark.parametrize("promised", [12, 30])
@@ -1045,7 +1059,7 @@ def test_stream_with_wrong_length_is_read_completely(tmp_path, promised):
         def __len__(self):
             return promised
 
-    task = seen(tmp_path, DataLoader(Wrong(), 2))
+    task = read_batches(tmp_path, DataLoader(Wrong(), 2))
     assert [len(task.epochs[epoch]) for epoch in range(2)] == [10, 10]
 
 
@@ -1091,12 +1105,12 @@ def test_several_loaders_are_read_together(tmp_path, mode, structure):
     assert trainer.num_training_batches == len(EXPECTED[mode])
 
 
-def contents(batch):
+def list_contents(batch):
     """Return a nested batch with the values of its tensors."""
     if isinstance(batch, dict):
-        return {key: contents(part) for key, part in batch.items()}
+        return {key: list_contents(part) for key, part in batch.items()}
     nested = isinstance(batch, list) and not all(isinstance(part, torch.Tensor) for part in batch)
-    return [contents(part) for part in batch] if nested else content(batch)
+    return [list_contents(part) for part in batch] if nested else content(batch)
 
 
 NESTED = {
@@ -1123,7 +1137,7 @@ def test_mode_applies_to_all_nested_loaders(tmp_path, mode):
     nested = {"pair": [alphabet(3), alphabet(6, 100)], "deep": {"one": alphabet(5, 200)}}
     task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
     trainer.fit(task, lumen.CombinedLoader(nested, mode))
-    assert [contents(batch) for batch, _ in task.epochs[0]] == NESTED[mode]
+    assert [list_contents(batch) for batch, _ in task.epochs[0]] == NESTED[mode]
     assert trainer.num_training_batches == len(NESTED[mode])
     if mode == "sequential":
         assert [number for _, number in task.epochs[0]] == [0, 0, 1, 1, 1, 2, 2, 2]
@@ -1132,7 +1146,7 @@ def test_mode_applies_to_all_nested_loaders(tmp_path, mode):
 def test_shorter_nested_loader_restarts_independently(tmp_path):
     task = Structures()
     bare_trainer(tmp_path, max_epochs=1).fit(task, [[alphabet(2), alphabet(4, 100)], [alphabet(6, 200)]])
-    assert [contents(batch) for batch, _ in task.epochs[0]] == [
+    assert [list_contents(batch) for batch, _ in task.epochs[0]] == [
         [[[0, 1], [100, 101]], [[200, 201]]],
         [[[0, 1], [102, 103]], [[202, 203]]],
         [[[0, 1], [100, 101]], [[204, 205]]],
@@ -1142,13 +1156,13 @@ def test_shorter_nested_loader_restarts_independently(tmp_path):
 def test_nested_combination_keeps_its_mode(tmp_path):
     task, inner = Structures(), lumen.CombinedLoader([alphabet(2, 100), alphabet(8, 200)], "min_size")
     bare_trainer(tmp_path, max_epochs=1).fit(task, lumen.CombinedLoader([alphabet(4), inner], "max_size"))
-    assert [contents(batch) for batch, _ in task.epochs[0]] == [[[0, 1], [[100, 101], [200, 201]]], [[2, 3], None]]
+    assert [list_contents(batch) for batch, _ in task.epochs[0]] == [[[0, 1], [[100, 101], [200, 201]]], [[2, 3], None]]
 
 
 def test_list_of_batches_is_one_loader(tmp_path):
     task = Structures()
     bare_trainer(tmp_path, max_epochs=1).fit(task, [[torch.tensor([1]), torch.tensor([2])], [alphabet(4)]])
-    assert [(batch[0].item(), contents(batch[1])) for batch, _ in task.epochs[0]] == [(1, [[0, 1]]), (2, [[2, 3]])]
+    assert [(batch[0].item(), list_contents(batch[1])) for batch, _ in task.epochs[0]] == [(1, [[0, 1]]), (2, [[2, 3]])]
 
 
 def test_nested_loaders_resume_in_mid_epoch(tmp_path):
@@ -1162,8 +1176,8 @@ def test_nested_loaders_resume_in_mid_epoch(tmp_path):
     with pytest.raises(DataError, match=r"of pair.0, pair.1, one loaders combined by max_size_cycle; now .* min_size"):
         quiet_trainer(tmp_path, max_epochs=1, resume=saver.last_model_path).fit(Structures(), nested())
     quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(resumed, nested().iterables)
-    expected = [contents(batch) for batch, _ in whole.epochs[0]]
-    assert [contents(batch) for batch, _ in resumed.epochs[0]] == expected[2:]
+    expected = [list_contents(batch) for batch, _ in whole.epochs[0]]
+    assert [list_contents(batch) for batch, _ in resumed.epochs[0]] == expected[2:]
 
 
 def test_an_evaluation_refuses_loaders_in_loaders(tmp_path):
@@ -1194,15 +1208,15 @@ def test_documented_stream_resumes_exactly_from_every_step(tmp_path, stateful, w
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     given = {"torch": torch}
-    exec(snippets()[1], given)
+    exec(find_programs()[1], given)
     kind = StatefulDataLoader if stateful else DataLoader
     fit = fitting(tmp_path, lambda: kind(given["Numbers"](22), 4, num_workers=workers))
     assert sorted(fit(max_epochs=1).samples(0)) == list(range(22))
-    resumed_everywhere(tmp_path, fit)
+    assert_resumes_everywhere(tmp_path, fit)
 
 
 def test_the_snippet_in_the_documentation_runs(tmp_path):
-    snippet = snippets("docs/guides/multiple-dataloaders.md")[1]
+    snippet = find_programs("docs/guides/multiple-dataloaders.md")[1]
     given = {"lumen": lumen, "labelled": alphabet(3), "unlabelled": alphabet(7)}
     exec(snippet, given)
     task = type("Snippet", (Structures,), {"train_dataloader": given["train_dataloader"]})()
@@ -1212,7 +1226,9 @@ def test_the_snippet_in_the_documentation_runs(tmp_path):
 
 def test_restarted_loader_keeps_the_epoch_number(tmp_path):
     sampler = EpochSampler()
-    bare_trainer(tmp_path, max_epochs=2).fit(Structures(), [DataLoader(numbers(8), 4, sampler=sampler), alphabet(10)])
+    bare_trainer(tmp_path, max_epochs=2).fit(
+        Structures(), [DataLoader(make_numbers(8), 4, sampler=sampler), alphabet(10)]
+    )
     assert sampler.told == [0, 0, 0, 1, 1, 1]
 
 
@@ -1273,7 +1289,7 @@ def test_overfitting_repeats_the_same_batches_in_every_epoch(tmp_path, kind):
     task = Counts()
     trainer = bare_trainer(tmp_path, max_epochs=3, overfit_batches=2)
     trainer.fit(task, INDEXED[kind](Counted()), val_dataloaders=alphabet(20))
-    batches = [plain(task.epochs[epoch]) for epoch in range(3)]
+    batches = [as_lists(task.epochs[epoch]) for epoch in range(3)]
     assert batches[0] == batches[1] == batches[2]
     assert len(batches[0]) == 2
     assert task.validated == 2 + 3 * 2  # including the sanity check
@@ -1335,7 +1351,7 @@ def test_resumed_run_reads_same_reloaded_data(tmp_path, every):
         return task
 
     assert fit().made == tuple(range(0, 5, every) if every else [0])
-    resumed_everywhere(tmp_path, fit)
+    assert_resumes_everywhere(tmp_path, fit)
 
 
 # ---------------------------------------------------------------------- batches and workers
@@ -1349,7 +1365,7 @@ def test_a_batch_may_be_a_list_of_samples(tmp_path):
             return self.weight * torch.stack([sample[0] for sample in batch]).double().mean()
 
     listed, trainer = Listed(), bare_trainer(tmp_path, max_epochs=1, global_batch_size=20)
-    trainer.fit(listed, DataLoader(numbers(20), 8, collate_fn=lambda samples: samples))
+    trainer.fit(listed, DataLoader(make_numbers(20), 8, collate_fn=lambda samples: samples))
     assert listed.weight.item() == pytest.approx(-0.1 * 9.5, rel=1e-6)  # three batches, 8 + 8 + 4
 
 
@@ -1373,7 +1389,7 @@ def test_custom_batch_uses_its_pin_memory_method(tmp_path, monkeypatch, pins):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # these two decide whether to pin
     owned = Owned()
-    bare_trainer(tmp_path, max_epochs=1).fit(owned, DataLoader(numbers(20), 8, collate_fn=Own, pin_memory=pins))
+    bare_trainer(tmp_path, max_epochs=1).fit(owned, DataLoader(make_numbers(20), 8, collate_fn=Own, pin_memory=pins))
     assert owned.epochs[0] == [pins] * 3
 
 
@@ -1433,7 +1449,7 @@ def test_a_worker_uses_one_thread(tmp_path, monkeypatch, opencv, data, imported)
         cv2.setNumThreads(2)
     assert np.ones((2, 2)).sum() == 4  # numpy and its BLAS are loaded
     loader = DataLoader(data(), 2, num_workers=1)
-    task = seen(tmp_path, loader)
+    task = read_batches(tmp_path, loader)
     assert task.samples(0) == [1, 1, 1, 1]
     assert loader.worker_init_fn is None
 
@@ -1462,7 +1478,7 @@ def test_stuck_worker_ends_with_the_run(tmp_path):
 def test_user_worker_init_fn_runs_last(tmp_path, opencv):
     from threadpoolctl import threadpool_limits
 
-    task = seen(
+    task = read_batches(
         tmp_path, DataLoader(Threads(), 2, num_workers=1, worker_init_fn=lambda worker: threadpool_limits(2) and None)
     )
     assert max(task.samples(0)) == (2 if any(pool["num_threads"] for pool in threadpool_info()) else 1)
@@ -1471,7 +1487,7 @@ def test_user_worker_init_fn_runs_last(tmp_path, opencv):
 # ---------------------------------------------------------------------- several loaders in manual optimization
 
 
-def tens(batch):
+def take_number(batch):
     return int(batch) if isinstance(batch, torch.Tensor) else batch
 
 
@@ -1487,7 +1503,7 @@ def test_several_loaders_are_iterated_by_hand(mode):
     combined = lumen.CombinedLoader({"a": range(2), "b": DataLoader(range(10, 13)), "c": "xyzw"}, mode)
     for _ in range(2):
         passed = list(combined)
-        assert [(batch["a"], tens(batch["b"]), batch["c"]) for batch, _, _ in passed] == HAND[mode]
+        assert [(batch["a"], take_number(batch["b"]), batch["c"]) for batch, _, _ in passed] == HAND[mode]
         assert [places for _, *places in passed] == [[number, 0] for number in range(len(passed))]
     assert len(combined) == len(HAND[mode])
     assert combined.flattened == [*combined.iterables.values()]

@@ -23,26 +23,26 @@ from torch.utils.data import (
 from lumen.data.seeded_dataset import BatchRequest, SeededDataset
 from lumen.errors import ConfigError
 from lumen.random import Domain, make_key, seed_generators
-from tests.helpers.tasks import Saving, Seeing, bare_trainer, plain, seen
+from tests.helpers.tasks import Saving, Seeing, as_lists, bare_trainer, read_batches
 
 # ---------------------------------------------------------------------- the generators of torch, numpy and `random`
 
 BITS = 24  # with more bits, torch and numpy make a number in different ways
 
 
-def first_words():
+def draw_first_words():
     """Return the first number of `BITS` bits that each global generator draws."""
     return [int(torch.randint(0, 2**BITS, ())), int(np.random.randint(0, 2**BITS)), random.getrandbits(BITS)]
 
 
-def bits_of(words):
+def split_bits(words):
     """Return the bits of every word as float64 of shape (words, BITS)."""
     return (np.asarray(words)[:, None] >> np.arange(BITS) & 1).astype(np.float64)
 
 
 def assert_independent(columns):
     """Assert that the bits of a column are unrelated, and that two columns are rarely equal, as by chance."""
-    samples, bits = len(columns[0]), np.concatenate([bits_of(column) for column in columns], axis=1)
+    samples, bits = len(columns[0]), np.concatenate([split_bits(column) for column in columns], axis=1)
     correlation = np.corrcoef(bits, rowvar=False) - np.eye(BITS * len(columns))
     assert np.abs(correlation).max() < 6 / samples**0.5
     for first, second in combinations(np.asarray(columns), 2):
@@ -53,7 +53,7 @@ def assert_independent(columns):
         assert (first == second).sum() <= 3
 
 
-def drawn(draw, keys=20_000):
+def draw_for_keys(draw, keys=20_000):
     """Return the draws of a function for each of many keys, of shape (draws, keys)."""
     rows = []
     for number in range(keys):
@@ -63,7 +63,7 @@ def drawn(draw, keys=20_000):
 
 
 def test_torch_numpy_and_random_draw_independent_words():
-    assert_independent(drawn(first_words))
+    assert_independent(draw_for_keys(draw_first_words))
 
 
 def shuffled(items):
@@ -82,7 +82,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_draws_of_different_libraries_are_uncorrelated(kind):
-    columns = drawn(DRAWS[kind])
+    columns = draw_for_keys(DRAWS[kind])
     correlation = np.corrcoef(columns) - np.eye(3)
     assert np.abs(correlation).max() < 5 / 20_000**0.5
 
@@ -100,7 +100,7 @@ class Words(Dataset):
         return self.samples
 
     def __getitem__(self, index):
-        return torch.tensor([index, *first_words()])
+        return torch.tensor([index, *draw_first_words()])
 
 
 class Stream(IterableDataset):
@@ -111,7 +111,7 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         for index in range(self.samples):
-            yield torch.tensor([index, *first_words()])
+            yield torch.tensor([index, *draw_first_words()])
 
 
 class Choosing(Sampler):
@@ -169,7 +169,7 @@ LOADERS = {
 }
 
 
-def look(tmp_path, make, samples):
+def train_in_all_stages(tmp_path, make, samples):
     """Train for two epochs with a validation after each; then validate, test and predict with new loaders."""
     task = Looking()
     trainer = bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
@@ -184,14 +184,14 @@ STAGES += [("validate 0", 0), ("validate 1", 0)]
 
 
 @pytest.fixture(scope="module", params=LOADERS)
-def looked(request, tmp_path_factory):
+def recorded_passes(request, tmp_path_factory):
     """Return the records of one kind of loader in all stages."""
-    return request.param, look(tmp_path_factory.mktemp("looked"), LOADERS[request.param], 32)
+    return request.param, train_in_all_stages(tmp_path_factory.mktemp("looked"), LOADERS[request.param], 32)
 
 
 @pytest.mark.slow
-def test_stages_and_loaders_draw_different_numbers(looked):
-    kind, task = looked
+def test_stages_and_loaders_draw_different_numbers(recorded_passes):
+    kind, task = recorded_passes
     rows = [task.rows(name, number) for name, number in STAGES]
     words = [set(each[:, 1:].flatten().tolist()) for each in rows]
     assert all(len(each) >= 95 for each in words)  # with 24 bits, some numbers occur twice
@@ -201,8 +201,8 @@ def test_stages_and_loaders_draw_different_numbers(looked):
         assert len(orders) == len(STAGES)
 
 
-def test_every_validation_draws_alike_after_the_fit_too(looked):
-    _, task = looked
+def test_every_validation_draws_alike_after_the_fit_too(recorded_passes):
+    _, task = recorded_passes
     for loader in ("validate 0", "validate 1"):
         first = task.rows(loader, 0)
         assert torch.equal(first, task.rows(loader, 1))
@@ -211,7 +211,7 @@ def test_every_validation_draws_alike_after_the_fit_too(looked):
 
 @pytest.mark.slow
 def test_draws_of_stages_loaders_and_epochs_are_independent(tmp_path):
-    task = look(tmp_path, LOADERS["map-style"], 2_000)
+    task = train_in_all_stages(tmp_path, LOADERS["map-style"], 2_000)
     columns = [task.rows(name, number)[:, word].numpy() for name, number in STAGES for word in (1, 2, 3)]
     assert_independent(columns)
 
@@ -221,7 +221,7 @@ def test_domains_seeds_and_epochs_draw_independently():
         rows = []
         for number in range(1_000):
             seed_generators(make_key(*key, number))
-            rows.append(first_words())
+            rows.append(draw_first_words())
         return np.array(rows).T
 
     kinds = [(7, domain) for domain in Domain] + [(8, Domain.SAMPLE), (7, Domain.SAMPLE, 0), (7, Domain.SAMPLE, 1)]
@@ -244,7 +244,7 @@ def test_seeds_outside_64_bits_are_rejected(seed):
 
 
 def test_the_largest_seed_trains(tmp_path):
-    task = seen(tmp_path, DataLoader(Words(4), 4, shuffle=True), seed=2**63 - 1)
+    task = read_batches(tmp_path, DataLoader(Words(4), 4, shuffle=True), seed=2**63 - 1)
     assert {row[0] for row in task.samples(0)} == {0, 1, 2, 3}
 
 
@@ -370,11 +370,11 @@ def drawn_by_index(task, epoch):
 
 @pytest.mark.parametrize("place", [*PLACES, "made in __getitem__"])
 def test_generator_in_dataset_is_keyed_by_sample(tmp_path, place):
-    whole = seen(tmp_path, DataLoader(made_of(place), 4, shuffle=True), callbacks=[Saving(6, tmp_path / "six")])
+    whole = read_batches(tmp_path, DataLoader(made_of(place), 4, shuffle=True), callbacks=[Saving(6, tmp_path / "six")])
     first, second = drawn_by_index(whole, 0), drawn_by_index(whole, 1)
     assert len(set(first.values()) | set(second.values())) == 32
-    resumed = seen(tmp_path, DataLoader(made_of(place), 4, shuffle=True), resume=tmp_path / "six")
-    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[2:]
+    resumed = read_batches(tmp_path, DataLoader(made_of(place), 4, shuffle=True), resume=tmp_path / "six")
+    assert as_lists(resumed.epochs[1]) == as_lists(whole.epochs[1])[2:]
     assert len(resumed.epochs[1]) == 2
 
 
@@ -392,9 +392,9 @@ def test_records_hide_no_generator_of_a_transform(tmp_path, caplog, kind):
             super().__init__(Compose(lambda: 0, Compose(Recipe(np.random.default_rng(3)))))
 
     options = {"max_epochs": 1, "log_level": "WARNING"}
-    whole = seen(tmp_path, DataLoader(Recorded(), 4), callbacks=[Saving(2, tmp_path / "two")], **options)
-    resumed = seen(tmp_path, DataLoader(Recorded(), 4), resume=tmp_path / "two", **options)
-    assert plain(resumed.epochs[0]) == plain(whole.epochs[0])[2:]
+    whole = read_batches(tmp_path, DataLoader(Recorded(), 4), callbacks=[Saving(2, tmp_path / "two")], **options)
+    resumed = read_batches(tmp_path, DataLoader(Recorded(), 4), resume=tmp_path / "two", **options)
+    assert as_lists(resumed.epochs[0]) == as_lists(whole.epochs[0])[2:]
     assert "stops searching" not in caplog.text
 
 
@@ -404,14 +404,14 @@ def test_a_search_that_stops_is_one_warning(tmp_path, caplog):
             super().__init__(lambda: 0)
             vars(self).update({f"part_{number}": [] for number in range(9000)})
 
-    seen(tmp_path, DataLoader(Vast(), 4), log_level="WARNING")
+    read_batches(tmp_path, DataLoader(Vast(), 4), log_level="WARNING")
     (message,) = (message for message in caplog.messages if "stops searching" in message)
     assert message.startswith("Lumen stops searching dataset (Vast) after 8192 objects: it neither seeds")
 
 
 @pytest.mark.parametrize("place", ["a numpy Generator without a seed", "a torch.Generator", "made in __getitem__"])
 def test_generator_draws_are_independent_of_workers(tmp_path, place):
-    runs = [seen(tmp_path, DataLoader(made_of(place), 4, num_workers=number)) for number in (0, 2)]
+    runs = [read_batches(tmp_path, DataLoader(made_of(place), 4, num_workers=number)) for number in (0, 2)]
     for epoch in (0, 1):
         assert drawn_by_index(runs[0], epoch) == drawn_by_index(runs[1], epoch)
 
@@ -421,7 +421,7 @@ def test_what_a_worker_replaces_is_keyed_too(tmp_path):
         torch.utils.data.get_worker_info().dataset.transform.generator = np.random.default_rng(worker)
 
     runs = [
-        seen(tmp_path, DataLoader(made_of("a numpy Generator"), 4, num_workers=number, worker_init_fn=init))
+        read_batches(tmp_path, DataLoader(made_of("a numpy Generator"), 4, num_workers=number, worker_init_fn=init))
         for number, init in [(0, None), (2, renew)]
     ]
     assert drawn_by_index(runs[0], 1) == drawn_by_index(runs[1], 1)
@@ -450,27 +450,27 @@ def test_dataset_and_global_generators_draw_independently(tmp_path):
             return 2_000
 
         def __getitem__(self, index):
-            return torch.tensor([*first_words(), *map(draw, self.kept)])
+            return torch.tensor([*draw_first_words(), *map(draw, self.kept)])
 
-    task = seen(tmp_path, DataLoader(Several(), 2_000), max_epochs=1)
+    task = read_batches(tmp_path, DataLoader(Several(), 2_000), max_epochs=1)
     assert_independent(list(task.epochs[0][0].numpy().T))
 
 
 def test_generator_in_collate_is_keyed_by_batch(tmp_path):
     def fit(**options):
         collate = partial(collate_with, np.random.default_rng())
-        return seen(tmp_path, DataLoader(Transformed(lambda: 0), 4, collate_fn=collate), **options)
+        return read_batches(tmp_path, DataLoader(Transformed(lambda: 0), 4, collate_fn=collate), **options)
 
     whole = fit(callbacks=[Saving(6, tmp_path / "six")])
     assert len({number for epoch in (0, 1) for number in drawn_by_index(whole, epoch).values()}) == 8
-    assert plain(fit(resume=tmp_path / "six").epochs[1]) == plain(whole.epochs[1])[2:]
+    assert as_lists(fit(resume=tmp_path / "six").epochs[1]) == as_lists(whole.epochs[1])[2:]
 
 
 def test_kept_generators_are_put_back_after_a_run(tmp_path):
     kept = np.random.default_rng(3), torch.Generator().manual_seed(3)
     for generator in kept:
-        seen(tmp_path, DataLoader(Transformed(Recipe(generator)), 4))
-        seen(tmp_path, DataLoader(Numbers(generator), 4))
+        read_batches(tmp_path, DataLoader(Transformed(Recipe(generator)), 4))
+        read_batches(tmp_path, DataLoader(Numbers(generator), 4))
     assert [draw(generator) for generator in kept] == [
         draw(np.random.default_rng(3)), draw(torch.Generator().manual_seed(3))
     ]  # fmt: skip
@@ -505,7 +505,7 @@ def torchs(seed):
 def test_sampler_generators_draw_independently_by_their_seeds(tmp_path):
     def batches(*seeds):
         data = DataLoader(TensorDataset(torch.arange(32)), batch_sampler=Halves(*map(torchs, seeds)))
-        return [batch[0].tolist() for epoch in seen(tmp_path, data).epochs.values() for batch in epoch]
+        return [batch[0].tolist() for epoch in read_batches(tmp_path, data).epochs.values() for batch in epoch]
 
     one_and_two = batches(1, 2)
     assert sum(second - first == 16 for first, second in one_and_two) < 8  # of 32 values
@@ -516,7 +516,7 @@ def test_sampler_generators_draw_independently_by_their_seeds(tmp_path):
 
 def test_stream_generators_draw_independently_by_their_seeds(tmp_path):
     def numbers(*generators):
-        return [batch.tolist() for batch in seen(tmp_path, DataLoader(Numbers(*generators), 8)).epochs[0]]
+        return [batch.tolist() for batch in read_batches(tmp_path, DataLoader(Numbers(*generators), 8)).epochs[0]]
 
     for make in (torchs, np.random.default_rng):
         ((*rows,),) = numbers(make(1), make(2))
@@ -544,7 +544,7 @@ class Deeper(Sampler):
 def test_nested_generator_in_sampler_is_keyed_by_epoch(tmp_path, place):
     def fit(**options):
         data = DataLoader(TensorDataset(torch.arange(16)), 4, sampler=Deeper(PLACES[place]()))
-        return seen(tmp_path, data, max_epochs=4, **options)
+        return read_batches(tmp_path, data, max_epochs=4, **options)
 
     whole = fit(callbacks=[Saving(6, tmp_path / "six")])
     assert len({tuple(whole.samples(epoch)) for epoch in range(4)}) > 1
@@ -555,7 +555,7 @@ def test_nested_generator_in_sampler_is_keyed_by_epoch(tmp_path, place):
 
 
 def test_unseedable_generator_warns(tmp_path, caplog):
-    seen(tmp_path, DataLoader(Transformed(Recipe(random.SystemRandom())), 4), log_level="WARNING")
+    read_batches(tmp_path, DataLoader(Transformed(Recipe(random.SystemRandom())), 4), log_level="WARNING")
     messages = [message for message in caplog.messages if "cannot be seeded" in message]
     assert len(messages) == 1
     assert messages[0].startswith("dataset.transform.generator is a SystemRandom, which cannot be seeded")

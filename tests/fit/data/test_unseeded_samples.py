@@ -14,7 +14,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import lumen
 from lumen.internals.generator_memory import MEMORIES, UnreadableMemory
 from lumen.random import Domain, seed_generators, seed_unless_unused
-from tests.helpers.tasks import Saving, Seeing, bare_trainer, seen
+from tests.helpers.tasks import Saving, Seeing, bare_trainer, read_batches
 
 helpers = types.ModuleType("helpers_of_a_user")
 exec(  # like a file of the user
@@ -214,17 +214,17 @@ def test_batches_are_as_if_all_were_seeded(tmp_path, monkeypatch, kind):
     assert found[0] == found[1]
 
 
-def seeds_of_a_batch(tmp_path, monkeypatch, data):
+def count_seedings(tmp_path, monkeypatch, data):
     """Return how often a loader of ten batches seeds the generators, for each batch."""
     keys, seed = [], np.random.seed
     monkeypatch.setattr("lumen.random._seed_numpy", lambda key: (keys.append(key), seed(key)))
-    seen(tmp_path, DataLoader(data, 4), max_epochs=1)
+    read_batches(tmp_path, DataLoader(data, 4), max_epochs=1)
     return len(keys) / 10
 
 
 def test_only_data_that_draw_are_seeded_by_sample(tmp_path, monkeypatch):
     for draw, most in {"nothing": 3, "in a fork": 8, "from torch": 8}.items():
-        seeds = seeds_of_a_batch(tmp_path, monkeypatch, Samples(SAMPLES[draw]))
+        seeds = count_seedings(tmp_path, monkeypatch, Samples(SAMPLES[draw]))
         assert seeds < most if most == 3 else seeds > 4, draw
 
 
@@ -239,7 +239,7 @@ def test_data_of_pandas_are_not_seeded_by_sample(tmp_path, monkeypatch):
         def __getitem__(self, index):
             return index, self.frame["value"].iloc[index]
 
-    assert seeds_of_a_batch(tmp_path, monkeypatch, Frame()) < 3
+    assert count_seedings(tmp_path, monkeypatch, Frame()) < 3
 
 
 class Counting(Samples):
@@ -260,7 +260,7 @@ class Counting(Samples):
 def test_each_process_makes_one_batch_twice(tmp_path, draw, workers, persistent):
     path = tmp_path / "asked"
     data = Counting(SAMPLES[draw], path)
-    seen(tmp_path, DataLoader(data, 4, num_workers=workers, persistent_workers=persistent), max_epochs=3)
+    read_batches(tmp_path, DataLoader(data, 4, num_workers=workers, persistent_workers=persistent), max_epochs=3)
     counts = Counter(map(int, path.read_text().split()))
     twice = {number for number, count in counts.items() if count > 3}
     expected = {"nothing": 0, "from torch": 4 * max(1, workers), "in one sample": 4}[draw]
@@ -276,7 +276,7 @@ def test_an_error_of_a_sample_is_raised_once(tmp_path):
 
     data = Counting(fail, tmp_path / "asked")
     with pytest.raises(KeyError, match="broken") as caught:
-        seen(tmp_path, DataLoader(data, 4), max_epochs=1)
+        read_batches(tmp_path, DataLoader(data, 4), max_epochs=1)
     assert caught.value.__notes__[0] == "It was raised for sample 17 of Counting."
     assert caught.value.__context__ is None
     assert (tmp_path / "asked").read_text().split().count("17") == 1

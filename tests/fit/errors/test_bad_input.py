@@ -20,7 +20,7 @@ class Data(lumen.DataModule):
     val_dataloader = train_dataloader
 
 
-def task(base=Regression, **methods):
+def make_task(base=Regression, **methods):
     """Return a task of a class `Mine` with these methods."""
     return type("Mine", (base,), methods)()
 
@@ -35,8 +35,8 @@ def fit(*given, task=None, options=(), **more):
     return run
 
 
-def configured(configure, base=Regression, **methods):
-    return fit(task=task(base, configure_optimizers=configure, **methods))
+def make_configured_task(configure, base=Regression, **methods):
+    return fit(task=make_task(base, configure_optimizers=configure, **methods))
 
 
 class ByHand(Regression):
@@ -117,54 +117,57 @@ _WITHOUT_A_STEP = (
 )
 ERRORS = {
     # ------------------------------------------------------------------ optimizers and schedules
-    "another module's parameters": (configured(lambda self: sgd(nn.Linear(1, 1))), _STRANGERS.format(2)),
-    "parameters that are replaced before training": (fit(task=task(on_train_start=replace)), _STRANGERS.format(2)),
+    "another module's parameters": (make_configured_task(lambda self: sgd(nn.Linear(1, 1))), _STRANGERS.format(2)),
+    "parameters that are replaced before training": (fit(task=make_task(on_train_start=replace)), _STRANGERS.format(2)),
     "parameters that are replaced in a later epoch": (
-        fit(task=task(on_train_epoch_start=replace_later)),
+        fit(task=make_task(on_train_epoch_start=replace_later)),
         _STRANGERS.format(1),
     ),
-    "the same by hand": (fit(task=task(ByHand, on_train_epoch_start=replace_later)), _STRANGERS.format(1)),
+    "the same by hand": (fit(task=make_task(ByHand, on_train_epoch_start=replace_later)), _STRANGERS.format(1)),
     "a schedule of another optimizer": (
-        configured(lambda self: ([sgd(self)], [StepLR(sgd(self), 1)])),
+        make_configured_task(lambda self: ([sgd(self)], [StepLR(sgd(self), 1)])),
         _STEP_OF_ANOTHER,
     ),
     "the same schedule by hand": (
-        configured(lambda self: ([sgd(self)], [StepLR(sgd(self), 1)]), ByHand),
+        make_configured_task(lambda self: ([sgd(self)], [StepLR(sgd(self), 1)]), ByHand),
         _STEP_OF_ANOTHER,
     ),
     "the class of an optimizer": (
-        configured(lambda self: SGD),
+        make_configured_task(lambda self: SGD),
         "configure_optimizers returned the class SGD; expected a torch.optim.Optimizer, ([optimizer], [scheduler]), or "
         '{"optimizer": ..., "lr_scheduler": ...}.',
     ),
     "the class of a schedule": (
-        configured(lambda self: ([sgd(self)], [StepLR])),
+        make_configured_task(lambda self: ([sgd(self)], [StepLR])),
         "lr_scheduler: expected a scheduler, found the class StepLR. Make one: StepLR(optimizer, ...).",
     ),
     "manual_backward in automatic optimization": (
-        fit(task=task(training_step=by_itself)),
+        fit(task=make_task(training_step=by_itself)),
         "manual_backward is for manual optimization, but Mine uses automatic optimization. Set "
         "self.automatic_optimization = False in __init__; or return the loss from training_step, and remove this "
         "call.",
     ),
     "a step by hand in automatic optimization": (
-        fit(task=task(training_step=stepping)),
+        fit(task=make_task(training_step=stepping)),
         "AdamW.step was called in a training step, but Lumen calls step once in each training step: the parameters "
         "would move twice. Remove step, zero_grad and backward from training_step and the hooks, and return the loss. "
         "To call step yourself, set automatic_optimization = False. To change gradients, use on_before_optimizer_step; "
         "for several micro-batches in one step, set accumulate_grad_batches; to change the update, write a subclass of "
         "the optimizer.",
     ),
-    "no step in manual optimization": (fit(task=task(ByHand, training_step=Regression.training_step)), _WITHOUT_A_STEP),
-    "a backward and no step": (fit(task=task(ByHand, training_step=by_itself)), _WITHOUT_A_STEP),
+    "no step in manual optimization": (
+        fit(task=make_task(ByHand, training_step=Regression.training_step)),
+        _WITHOUT_A_STEP,
+    ),
+    "a backward and no step": (fit(task=make_task(ByHand, training_step=by_itself)), _WITHOUT_A_STEP),
     # ------------------------------------------------------------------ monitors and states
     "a monitor of another stage": (
-        fit(task=task(test_step=logging_accuracy), options={"callbacks": [lumen.EarlyStopping("acc")]}),
+        fit(task=make_task(test_step=logging_accuracy), options={"callbacks": [lumen.EarlyStopping("acc")]}),
         "EarlyStopping: the monitor 'acc' was never logged; logged so far: val_loss. Use one of these names, or log "
         "'acc' once an epoch or in validation. test_step of Mine may log it, but fit does not call test_step.",
     ),
     "a plateau of another stage": (
-        configured(plateau),
+        make_configured_task(plateau),
         "lr_scheduler: the monitor 'test_loss' has no value of an epoch or a validation; logged names: val_loss. Log "
         "it with on_epoch=True, set a frequency at which it has a value, or set strict: false. test_step of Mine may "
         "log it, but fit does not call test_step.",
@@ -250,7 +253,7 @@ ERRORS = {
 for _place in ("setup", "configure_optimizers", "on_fit_start", "on_sanity_check_start", "on_train_start",
                "on_validation_end", "on_step_end", "on_step_checkpoint", "on_train_end", "on_fit_end",
                "teardown", "train_dataloader"):  # fmt: skip
-    _mine = task(**{_place: lambda self, *_: self.log("a", 1.0)})
+    _mine = make_task(**{_place: lambda self, *_: self.log("a", 1.0)})
     ERRORS[f"self.log in {_place}"] = (
         fit(_mine) if _place == "train_dataloader" else fit(task=_mine),
         _NO_STEP_TO_LOG_AT,
@@ -274,11 +277,11 @@ def moves_one_of_two(self, batch):
 
 WARNINGS = {
     "an optimizer that nobody moves": (
-        configured(lambda self: [sgd(self.net[0]), sgd(self.net[3])], ByHand, training_step=moves_one_of_two),
+        make_configured_task(lambda self: [sgd(self.net[0]), sgd(self.net[3])], ByHand, training_step=moves_one_of_two),
         "optimizer 1 of configure_optimizers (SGD) made no step: training_step has not called its step()",
     ),
     "a step without a gradient": (
-        fit(task=task(ByHand, training_step=lambda self, batch: self.optimizers().step())),
+        fit(task=make_task(ByHand, training_step=lambda self, batch: self.optimizers().step())),
         "AdamW.step was called, but none of its parameters has a gradient: no parameter changes. Call "
         "zero_grad, then self.manual_backward(loss), then step",
     ),
@@ -302,7 +305,7 @@ def test_correct_input_causes_no_warnings(tmp_path, caplog):
         for optimizer in self.optimizers():
             optimizer.step()
 
-    run = fit(task=task(ByHand, training_step=training_step, **both))
+    run = fit(task=make_task(ByHand, training_step=training_step, **both))
     run(tmp_path)
     fit(task=copy.deepcopy(Regression()))(tmp_path)
     assert caplog.records == []

@@ -11,7 +11,7 @@ import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError
 from tests.helpers.loggers import fit
-from tests.helpers.services import At, Everything, of_aim, of_csv, runs_of_aim
+from tests.helpers.services import CallAtSteps, Everything, list_aim_runs, of_csv, read_aim
 
 EVERY_STEP = {"max_epochs": None, "val_check_interval": 4}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:aim")
@@ -26,12 +26,12 @@ def test_aim_records_metrics_hyperparameters_and_media(tmp_path):
 
     logger = lumen.AimLogger(experiment="lines", tags=["first"], prefix="a")
     trainer = fit(tmp_path, Nested({"depth": {"first": None}, "sizes": [1, 2]}), max_steps=6, logger=logger)
-    (run,) = runs_of_aim(tmp_path / "runs")
+    (run,) = list_aim_runs(tmp_path / "runs")
     assert (logger.version, logger.name) == (run.hash, run.experiment) == (run.hash, "lines")
     assert json.loads((trainer.run_directory / "aim.json").read_text()) == {"id": run.hash}
     assert (run.name, run.tags, run["status"]) == ("run", ["first"], "success")
     own = of_csv(logger.log_dir)
-    assert of_aim(run) == {f"a-{name}": rows for name, rows in own.items()}
+    assert read_aim(run) == {f"a-{name}": rows for name, rows in own.items()}
     assert [step for step, _ in own["loss"]] == [1, 2, 3, 4, 5, 6]
     params = run["model"]
     assert (params["lr"], params["nested"]) == (0.125, {"depth": {"first": None}, "sizes": [1, 2]})
@@ -59,13 +59,13 @@ def test_aim_records_status_and_resumes_without_duplicate_steps(tmp_path, status
     saver = lumen.ModelCheckpoint(every_n_train_steps=4, at_end=False)
     options = {"max_steps": 9, "logger": "aim", "resume": "auto"} | EVERY_STEP
     with pytest.raises((InterruptedError, SystemExit)):
-        fit(tmp_path, callbacks=[At(step_6=end), saver], **options)
-    (run,) = runs_of_aim(tmp_path / "runs")
+        fit(tmp_path, callbacks=[CallAtSteps(step_6=end), saver], **options)
+    (run,) = list_aim_runs(tmp_path / "runs")
     assert run["status"] == status
-    assert len(of_aim(run)["loss"]) > 4
+    assert len(read_aim(run)["loss"]) > 4
     trainer = fit(tmp_path, callbacks=[saver], **options)
-    (run,) = runs_of_aim(tmp_path / "runs")
-    record, own = of_aim(run), of_csv(trainer.run_directory)
+    (run,) = list_aim_runs(tmp_path / "runs")
+    record, own = read_aim(run), of_csv(trainer.run_directory)
     assert run["status"] == "success"
     assert {name: record[name] for name in ("loss", "val_loss")} == {name: own[name] for name in ("loss", "val_loss")}
     assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
@@ -80,11 +80,11 @@ def test_restarted_run_archives_the_previous_one(tmp_path):
     with pytest.raises(InterruptedError):
         fit(
             tmp_path,
-            callbacks=[At(step_3=end), lumen.ModelCheckpoint(every_n_train_steps=100, at_end=False)],
+            callbacks=[CallAtSteps(step_3=end), lumen.ModelCheckpoint(every_n_train_steps=100, at_end=False)],
             **options,
         )
     fit(tmp_path, **options)
-    runs = runs_of_aim(tmp_path / "runs")
+    runs = list_aim_runs(tmp_path / "runs")
     assert [(run["status"], run.archived) for run in runs] == [("interrupted", True), ("success", False)]
 
 
@@ -96,11 +96,11 @@ def test_aim_resumes_from_command_line_and_by_hash(tmp_path, monkeypatch):
     command += ["--trainer.enable_progress_bar", "false", "--trainer.log_every_n_steps", "1"]
     for steps in ("3", "6"):
         assert main([*command, "--trainer.max_steps", steps]) == 0
-    (run,) = runs_of_aim("runs")
+    (run,) = list_aim_runs("runs")
     own = of_csv(tmp_path / "runs/line")
-    assert of_aim(run) == own
+    assert read_aim(run) == own
     fit(tmp_path, max_steps=2, logger=lumen.AimLogger(run_hash=run.hash, run_name="other"))
-    assert [each.hash for each in runs_of_aim("runs")] == [run.hash]
+    assert [each.hash for each in list_aim_runs("runs")] == [run.hash]
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,17 @@ from lumen.errors import ConfigError
 from lumen.integrations.wandb_files import wait_for_end
 from tests.helpers.loggers import fit
 from tests.helpers.services import (
-    At,
+    CallAtSteps,
     Databases,
     Everything,
-    client_of,
-    of_aim,
+    list_aim_runs,
+    list_mlflow_runs,
+    make_mlflow_client,
     of_csv,
-    of_mlflow,
-    of_wandb,
-    records_of_wandb,
-    runs_of_aim,
-    runs_of_mlflow,
+    read_aim,
+    read_mlflow,
+    read_wandb,
+    read_wandb_records,
 )
 from tests.helpers.tasks import Regression, loader
 
@@ -46,7 +46,7 @@ def databases(tmp_path_factory):
 
 
 @pytest.fixture
-def uri(databases, tmp_path):
+def database_uri(databases, tmp_path):
     return databases.uri(tmp_path)
 
 
@@ -54,7 +54,7 @@ def uri(databases, tmp_path):
 
 
 @pytest.mark.slow
-def test_mlflow_records_metrics_hyperparameters_and_media(tmp_path, uri):
+def test_mlflow_records_metrics_hyperparameters_and_media(tmp_path, database_uri):
     class Long(Everything):
         def __init__(self, nested, text):
             super().__init__(lr=0.125, dropout=0.2)
@@ -66,13 +66,13 @@ def test_mlflow_records_metrics_hyperparameters_and_media(tmp_path, uri):
 
     logger = lumen.MLFlowLogger(experiment_name="lines", tags={"who": "me"}, prefix="a")
     trainer = fit(tmp_path, Long({"depth": {"first": None}, "sizes": [1, 2]}, "x" * 7000), max_steps=6, logger=logger)
-    (run,) = runs_of_mlflow(uri)
+    (run,) = list_mlflow_runs(database_uri)
     assert (logger.version, logger.name) == (run.info.run_id, run.info.experiment_id)
     assert json.loads((trainer.run_directory / "mlflow.json").read_text()) == {"id": run.info.run_id}
     assert (run.info.run_name, run.info.status, run.data.tags["who"]) == ("run", "FINISHED", "me")
-    assert client_of(uri).get_experiment(run.info.experiment_id).name == "lines"
+    assert make_mlflow_client(database_uri).get_experiment(run.info.experiment_id).name == "lines"
     clean = {f"a-{name.replace('@', '_').replace('[0]', '_0_')}": rows for name, rows in of_csv(logger.log_dir).items()}
-    assert of_mlflow(uri, run.info.run_id) == clean
+    assert read_mlflow(database_uri, run.info.run_id) == clean
     assert [step for step, _ in clean["a-loss"]] == [1, 2, 3, 4, 5, 6]
     assert run.data.params == {
         "model/lr": "0.125", "model/dropout": "0.2", "model/text": "x" * 6000, "model/dtype": "torch.float32",
@@ -84,18 +84,18 @@ def test_mlflow_records_metrics_hyperparameters_and_media(tmp_path, uri):
     assert set(np.unique(np.asarray(Image.open(files / "weights/00000002.png")))) == {0, 7}
 
 
-def test_mlflow_resumes_one_run_and_records_changed_hyperparameters(tmp_path, uri):
+def test_mlflow_resumes_one_run_and_records_changed_hyperparameters(tmp_path, database_uri):
     for steps, rate in ((5, 0.125), (9, 0.25), (12, 0.25)):
         task = Regression(lr=rate, dropout=0.2)
         trainer = fit(tmp_path, task, max_steps=steps, resume="auto", logger="mlflow", log_level="ERROR", **EVERY_STEP)
-    (run,) = runs_of_mlflow(uri)
-    assert of_mlflow(uri, run.info.run_id) == of_csv(trainer.run_directory)
+    (run,) = list_mlflow_runs(database_uri)
+    assert read_mlflow(database_uri, run.info.run_id) == of_csv(trainer.run_directory)
     assert run.data.params["model/lr"] == "0.125"
     assert run.data.tags["changed/model/lr"] == "0.125 → 0.25"
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
-def test_mlflow_records_status_and_resumes_without_duplicate_steps(tmp_path, uri, status):
+def test_mlflow_records_status_and_resumes_without_duplicate_steps(tmp_path, database_uri, status):
     def end(trainer):
         if status == "KILLED":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -105,30 +105,30 @@ def test_mlflow_records_status_and_resumes_without_duplicate_steps(tmp_path, uri
     saver = lumen.ModelCheckpoint(every_n_train_steps=4, at_end=False)
     options = {"max_steps": 9, "logger": lumen.MLFlowLogger(), "resume": "auto"} | EVERY_STEP
     with pytest.raises((InterruptedError, SystemExit)):
-        fit(tmp_path, callbacks=[At(step_6=end), saver], **options)
-    (run,) = runs_of_mlflow(uri)
+        fit(tmp_path, callbacks=[CallAtSteps(step_6=end), saver], **options)
+    (run,) = list_mlflow_runs(database_uri)
     assert run.info.status == status
-    lost = of_mlflow(uri, run.info.run_id)["loss"]
+    lost = read_mlflow(database_uri, run.info.run_id)["loss"]
     assert len(lost) > 4
     trainer = fit(tmp_path, callbacks=[saver], **options)
-    (run,) = runs_of_mlflow(uri)
-    record, own = of_mlflow(uri, run.info.run_id), of_csv(trainer.run_directory)
+    (run,) = list_mlflow_runs(database_uri)
+    record, own = read_mlflow(database_uri, run.info.run_id), of_csv(trainer.run_directory)
     assert run.info.status == "FINISHED"
     assert {name: record[name] for name in ("loss", "val_loss")} == {name: own[name] for name in ("loss", "val_loss")}
     assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
 
 
-def test_restarted_run_leaves_the_previous_one_killed(tmp_path, uri):
+def test_restarted_run_leaves_the_previous_one_killed(tmp_path, database_uri):
     for _ in range(2):
         fit(tmp_path, max_steps=3, resume="auto", logger="mlflow", enable_checkpointing=False)
-    first, second = runs_of_mlflow(uri)
+    first, second = list_mlflow_runs(database_uri)
     assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
-    assert [step for step, _ in of_mlflow(uri, second.info.run_id)["loss"]] == [1, 2, 3]
+    assert [step for step, _ in read_mlflow(database_uri, second.info.run_id)["loss"]] == [1, 2, 3]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_mlflow_catches_up_after_an_outage(tmp_path, uri, caplog, synchronous):
+def test_mlflow_catches_up_after_an_outage(tmp_path, database_uri, caplog, synchronous):
     place = tmp_path / "runs/mlflow.db"
 
     def lose(trainer):
@@ -144,15 +144,15 @@ def test_mlflow_catches_up_after_an_outage(tmp_path, uri, caplog, synchronous):
     logger = lumen.MLFlowLogger(synchronous=synchronous)
     trainer = fit(
         tmp_path, logger=logger, max_steps=12, max_epochs=None, log_level="WARNING",
-        callbacks=[At(step_3=lose, step_9=find), lumen.ModelCheckpoint(every_n_train_steps=5)],
+        callbacks=[CallAtSteps(step_3=lose, step_9=find), lumen.ModelCheckpoint(every_n_train_steps=5)],
     )  # fmt: skip
-    (run,) = runs_of_mlflow(uri)
-    record = of_mlflow(uri, run.info.run_id)
+    (run,) = list_mlflow_runs(database_uri)
+    record = read_mlflow(database_uri, run.info.run_id)
     assert {name: sorted(rows) for name, rows in record.items()} == of_csv(trainer.run_directory)
     assert (trainer.run_directory / "run.log").read_text().count("MLflow failed, and training continues") == 1
 
 
-def test_mlflow_gets_rows_lost_in_transit(tmp_path, uri):
+def test_mlflow_gets_rows_lost_in_transit(tmp_path, database_uri):
     def statement(text):
         with closing(sqlite3.connect(tmp_path / "runs/mlflow.db")) as database:
             database.execute(text)
@@ -166,14 +166,14 @@ def test_mlflow_gets_rows_lost_in_transit(tmp_path, uri):
 
     trainer = fit(
         tmp_path, logger=lumen.MLFlowLogger(synchronous=False), max_steps=7, log_level="ERROR",
-        callbacks=[At(step_1=lambda _: statement(losing), step_5=find)],
+        callbacks=[CallAtSteps(step_1=lambda _: statement(losing), step_5=find)],
     )  # fmt: skip
-    (run,) = runs_of_mlflow(uri)
-    record = of_mlflow(uri, run.info.run_id)
+    (run,) = list_mlflow_runs(database_uri)
+    record = read_mlflow(database_uri, run.info.run_id)
     assert {name: sorted(rows) for name, rows in record.items()} == of_csv(trainer.run_directory)
 
 
-def test_names_that_collide_in_mlflow_are_refused(tmp_path, uri):
+def test_names_that_collide_in_mlflow_are_refused(tmp_path, database_uri):
     class Twice(Regression):
         def training_step(self, batch):
             self.log_dict({"acc@1": 1.0, "acc_1": 5.0})
@@ -184,8 +184,8 @@ def test_names_that_collide_in_mlflow_are_refused(tmp_path, uri):
 
 
 @pytest.mark.slow
-def test_resumed_runs_connect_to_mlflow_later(tmp_path, uri):
-    there = lumen.MLFlowLogger(tracking_uri=uri)
+def test_resumed_runs_connect_to_mlflow_later(tmp_path, database_uri):
+    there = lumen.MLFlowLogger(tracking_uri=database_uri)
     fit(tmp_path, max_steps=3, logger=there, **EVERY_STEP)
     (tmp_path / "text").write_text("This is no database. " * 100)
     nowhere = lumen.MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/text")
@@ -193,13 +193,13 @@ def test_resumed_runs_connect_to_mlflow_later(tmp_path, uri):
         fit(tmp_path, max_steps=3, logger=nowhere)
     assert not (tmp_path / "runs/run-2").exists()
     options = {"resume": "auto", "log_level": "WARNING"} | EVERY_STEP
-    answering = At(step_5=lambda _: shutil.copy(tmp_path / "runs/mlflow.db", tmp_path / "text"))
+    answering = CallAtSteps(step_5=lambda _: shutil.copy(tmp_path / "runs/mlflow.db", tmp_path / "text"))
     trainer = fit(tmp_path, max_steps=6, logger=nowhere, callbacks=[answering], **options)
     assert "MLflow failed, and training continues: " in (trainer.run_directory / "run.log").read_text()
-    assert of_mlflow(f"sqlite:///{tmp_path}/text", nowhere.version) == of_csv(trainer.run_directory)
+    assert read_mlflow(f"sqlite:///{tmp_path}/text", nowhere.version) == of_csv(trainer.run_directory)
     fit(tmp_path, max_steps=9, logger=there, **options)
-    (run,) = runs_of_mlflow(uri)
-    assert of_mlflow(uri, run.info.run_id)["loss"] == of_csv(trainer.run_directory)["loss"]
+    (run,) = list_mlflow_runs(database_uri)
+    assert read_mlflow(database_uri, run.info.run_id)["loss"] == of_csv(trainer.run_directory)["loss"]
 
 
 def test_mlflow_file_store_works_where_allowed(tmp_path, monkeypatch):
@@ -209,8 +209,8 @@ def test_mlflow_file_store_works_where_allowed(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for steps in (3, 7):
         trainer = fit(tmp_path, Everything(), max_steps=steps, resume="auto", logger=logger, **EVERY_STEP)
-    (run,) = runs_of_mlflow(f"file:{tmp_path}/mlruns")
-    assert of_mlflow(f"file:{tmp_path}/mlruns", run.info.run_id) == of_csv(trainer.run_directory)
+    (run,) = list_mlflow_runs(f"file:{tmp_path}/mlruns")
+    assert read_mlflow(f"file:{tmp_path}/mlruns", run.info.run_id) == of_csv(trainer.run_directory)
 
 
 # ---------------------------------------------------------------------- Weights & Biases
@@ -224,7 +224,7 @@ def test_wandb_records_metrics_hyperparameters_and_media(tmp_path):
     logger.log_hyperparams({"mine": {"deep": 1}})
     trainer = fit(tmp_path, task, max_steps=6, logger=logger)
     directory = trainer.run_directory
-    record, own = of_wandb(directory), of_csv(directory)
+    record, own = read_wandb(directory), of_csv(directory)
     assert {name: rows for name, rows in record.items() if name.removeprefix("a-") in own} == {
         f"a-{name}": rows for name, rows in own.items()
     }
@@ -235,12 +235,12 @@ def test_wandb_records_metrics_hyperparameters_and_media(tmp_path):
     assert json.loads((files / record["a-note"][1][1]["path"]).read_text())["data"] == [["step *2*"]]
     assert {"gradients/net", "parameters/net"} <= {name.partition(".")[0] for name in record}
 
-    (run,) = (each.run for each in records_of_wandb(directory) if each.WhichOneof("record_type") == "run")
+    (run,) = (each.run for each in read_wandb_records(directory) if each.WhichOneof("record_type") == "run")
     assert (run.run_id, run.display_name, run.project, [*run.tags]) == (logger.version, "run", "lines", ["one"])
     assert json.loads((directory / "wandb.json").read_text()) == {"id": run.run_id}
     assert logger.name == "run"
     config = {}
-    for each in records_of_wandb(directory):
+    for each in read_wandb_records(directory):
         for item in [*each.config.update, *each.run.config.update]:
             config[item.key] = json.loads(item.value_json)
     assert config["mine"] == {"deep": 1}
@@ -251,10 +251,10 @@ def test_wandb_resumes_one_run_and_restores_lost_values(tmp_path):
     options = {"resume": "auto", "logger": "wandb"} | EVERY_STEP
     directory = fit(tmp_path, Everything(), max_steps=5, **options).run_directory
     (part,) = directory.glob("wandb/offline-run-*/run-*.wandb")
-    while len(of_wandb(directory)["loss"]) > 2:  # as after a kill: some values were not written yet
+    while len(read_wandb(directory)["loss"]) > 2:  # as after a kill: some values were not written yet
         part.write_bytes(part.read_bytes()[:-99])
     fit(tmp_path, Everything(), max_steps=9, **options)
-    record = of_wandb(directory)
+    record = read_wandb(directory)
     assert {name: record[name] for name in of_csv(directory)} == of_csv(directory)
     assert len(record["weights"]) < 5  # these values are lost
     assert len({path.name for path in directory.glob("wandb/offline-run-*/run-*.wandb")}) == 1
@@ -267,9 +267,9 @@ def test_wandb_has_no_duplicate_steps_after_interruption(tmp_path):
     saver = lumen.ModelCheckpoint(every_n_train_steps=4, at_end=False)
     options = {"max_steps": 9, "logger": lumen.WandbLogger(offline=True), "resume": "auto"} | EVERY_STEP
     with pytest.raises(InterruptedError):
-        fit(tmp_path, Everything(), callbacks=[At(step_7=end), saver], **options)
+        fit(tmp_path, Everything(), callbacks=[CallAtSteps(step_7=end), saver], **options)
     directory = fit(tmp_path, Everything(), callbacks=[saver], **options).run_directory
-    record, own = of_wandb(directory), of_csv(directory)
+    record, own = read_wandb(directory), of_csv(directory)
     assert {name: record[name] for name in ("loss", "val_loss")} == {name: own[name] for name in ("loss", "val_loss")}
     assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
     assert [step for step, _ in record["weights"]] == [0, 2, 4, 6, 8]
@@ -284,7 +284,7 @@ def test_existing_wandb_run_is_used_and_left_open(tmp_path):
         assert logger.version == "mine"
         run.log({"after": 1, "trainer/global_step": 3})
     wait_for_end(next(tmp_path.glob("wandb/*-mine/run-mine.wandb")))
-    record = of_wandb(tmp_path)
+    record = read_wandb(tmp_path)
     assert [step for step, _ in record["loss"]] == [1, 2, 3]
     assert record["after"] == [(3, 1)]
 
@@ -294,7 +294,7 @@ def test_failing_wandb_warns_once_and_training_continues(tmp_path):
         trainer.logger.experiment.finish()
 
     trainer = fit(
-        tmp_path, Everything(), max_steps=8, logger="wandb", callbacks=[At(step_3=finish)], log_level="WARNING"
+        tmp_path, Everything(), max_steps=8, logger="wandb", callbacks=[CallAtSteps(step_3=finish)], log_level="WARNING"
     )
     assert trainer.global_step == 8
     assert (trainer.run_directory / "run.log").read_text().count("Weights & Biases has failed") == 1
@@ -314,7 +314,7 @@ def test_missing_lightning_logger_methods_name_their_replacement(tmp_path):
             eval(written, {"wandb": wandb, "logger": self.logger, "self": self, **names})
 
     trainer = fit(tmp_path, Tabled(), max_steps=3, logger="wandb")
-    ((step, table),) = of_wandb(trainer.run_directory)["guesses"]
+    ((step, table),) = read_wandb(trainer.run_directory)["guesses"]
     assert (step, table["nrows"]) == (3, 1)
 
 
@@ -335,7 +335,7 @@ class Scaled(Regression):
 
 
 @pytest.mark.slow
-def test_abandoned_branches_are_sent_again_and_marked(tmp_path, uri):
+def test_abandoned_branches_are_sent_again_and_marked(tmp_path, database_uri):
     def end(trainer):
         raise InterruptedError
 
@@ -343,12 +343,12 @@ def test_abandoned_branches_are_sent_again_and_marked(tmp_path, uri):
     options = {"max_steps": 9, "logger": ["wandb", "mlflow", "aim", "tensorboard"], "resume": "auto"} | EVERY_STEP
     for scale in (1, 100):
         with pytest.raises(InterruptedError) if scale == 1 else nullcontext():
-            callbacks = [At(step_7=end), saver] if scale == 1 else [saver]
+            callbacks = [CallAtSteps(step_7=end), saver] if scale == 1 else [saver]
             trainer = fit(tmp_path, Scaled(scale), callbacks=callbacks, **options)
     own = {name: dict(rows) for name, rows in of_csv(trainer.run_directory).items()}
-    (run,) = runs_of_mlflow(uri)
-    (of_aims,) = runs_of_aim(tmp_path / "runs")
-    records = of_mlflow(uri, run.info.run_id), of_wandb(trainer.run_directory), of_aim(of_aims)
+    (run,) = list_mlflow_runs(database_uri)
+    (of_aims,) = list_aim_runs(tmp_path / "runs")
+    records = read_mlflow(database_uri, run.info.run_id), read_wandb(trainer.run_directory), read_aim(of_aims)
     for record in records:
         assert {name: dict(record[name]) for name in ("loss", "scaled", "val_loss")} == {
             name: own[name] for name in ("loss", "scaled", "val_loss")
@@ -374,7 +374,7 @@ def test_service_outside_fit_warns_once_and_records_nothing(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_configured_services_resume_from_the_command_line(tmp_path, monkeypatch, uri):
+def test_configured_services_resume_from_the_command_line(tmp_path, monkeypatch, database_uri):
     monkeypatch.chdir(tmp_path)
     words = [
         "fit", "--model", "tests.helpers.cli_tasks.Line", "--data", "tests.helpers.cli_tasks.Points",
@@ -385,9 +385,9 @@ def test_configured_services_resume_from_the_command_line(tmp_path, monkeypatch,
     ]  # fmt: skip
     for epochs in "12":
         assert main([*words, "--trainer.max_epochs", epochs]) == 0
-    (run,) = runs_of_mlflow(uri)
+    (run,) = list_mlflow_runs(database_uri)
     directory = tmp_path / "runs/line"
-    assert of_mlflow(uri, run.info.run_id) == of_wandb(directory) == of_csv(directory)
+    assert read_mlflow(database_uri, run.info.run_id) == read_wandb(directory) == of_csv(directory)
     assert (run.data.tags["a"], run.data.params["model/lr"]) == ("b", "0.05")
     assert "logger:\n  - tensorboard\n  - wandb\n" in (directory / "config.yaml").read_text()
 

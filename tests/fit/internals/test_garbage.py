@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import lumen
 from lumen.errors import ConfigError
 from lumen.internals.garbage import collect_young_only
-from tests.helpers.garbage import Untidy, watched
+from tests.helpers.garbage import Untidy, watch_collections
 from tests.helpers.tasks import Regression, Saving, Seeing, bare_trainer, loader
 
 FROZEN_BY_PYTHON, THRESHOLDS = gc.get_freeze_count(), gc.get_threshold()
@@ -29,14 +29,14 @@ def test_concurrent_gc_pauses_restore_the_threshold():
 
 
 @pytest.fixture
-def collections():
-    with watched() as (seen, noted):
+def recorded_collections():
+    with watch_collections() as (seen, noted):
         yield seen, noted
 
 
 @pytest.mark.slow
-def test_garbage_is_collected_only_at_every_nth_step(tmp_path, collections):
-    seen, noted = collections
+def test_garbage_is_collected_only_at_every_nth_step(tmp_path, recorded_collections):
+    seen, noted = recorded_collections
     trainer = bare_trainer(tmp_path, max_steps=9, gc_every_n_steps=3, val_check_interval=100)
     trainer.fit(Untidy(noted), loader())
     assert [found for found in seen if str(found[0]).startswith("step")] == [(f"step {n}", 2) for n in (3, 6, 9)]
@@ -45,15 +45,15 @@ def test_garbage_is_collected_only_at_every_nth_step(tmp_path, collections):
 
 
 @pytest.mark.slow
-def test_without_it_python_collects_when_it_wants_to(tmp_path, collections):
-    seen, noted = collections
+def test_without_it_python_collects_when_it_wants_to(tmp_path, recorded_collections):
+    seen, noted = recorded_collections
     bare_trainer(tmp_path, max_steps=9, val_check_interval=100).fit(Untidy(noted), loader())
     assert len([found for found in seen if str(found[0]).startswith("step")]) > 9
 
 
 @pytest.mark.slow
-def test_evaluations_count_their_batches(tmp_path, collections):
-    seen, noted = collections
+def test_evaluations_count_their_batches(tmp_path, recorded_collections):
+    seen, noted = recorded_collections
     data = loader(56, 8, shuffle=False)  # 7 batches
     trainer = bare_trainer(tmp_path, max_steps=2, gc_every_n_steps=3, val_check_interval=1, num_sanity_val_steps=0)
     trainer.fit(Untidy(noted), loader(), val_dataloaders=data)
@@ -64,7 +64,7 @@ def test_evaluations_count_their_batches(tmp_path, collections):
 
 
 @pytest.mark.slow
-def test_it_is_restored_after_an_error(tmp_path, collections):
+def test_it_is_restored_after_an_error(tmp_path, recorded_collections):
     class Failing(Regression):
         def training_step(self, batch):
             assert not gc.isenabled()
@@ -77,7 +77,7 @@ def test_it_is_restored_after_an_error(tmp_path, collections):
 
 
 @pytest.mark.slow
-def test_disabled_gc_stays_disabled_and_frozen_objects_remain(tmp_path, collections):
+def test_disabled_gc_stays_disabled_and_frozen_objects_remain(tmp_path, recorded_collections):
     gc.disable()
     gc.freeze()
     frozen = gc.get_freeze_count()
@@ -100,7 +100,7 @@ PROCESS = os.getpid()
 
 
 @pytest.mark.slow
-def test_workers_of_the_loader_go_on_collecting(tmp_path, collections):
+def test_workers_of_the_loader_go_on_collecting(tmp_path, recorded_collections):
     class Looking(lumen.TaskModule):
         answers = None
 

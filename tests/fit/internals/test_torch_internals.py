@@ -24,7 +24,7 @@ from tests.helpers import ROOT
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
-def missing(name, user):
+def catch_missing_name(name, user):
     """Return the message of the error."""
     tried = re.escape(", ".join(torch_versions.TESTED_VERSIONS))
     return (
@@ -32,7 +32,7 @@ def missing(name, user):
     )
 
 
-def as_imported(module):
+def import_again(module):
     """Import a module as a fresh process would."""
     return SimpleNamespace(**runpy.run_path(module.__file__))
 
@@ -67,8 +67,8 @@ def test_readme_and_package_name_the_tested_torch_versions():
 )
 def test_missing_torch_internals_raise_on_import(monkeypatch, module, owner, name, said):
     monkeypatch.delattr(owner, name)
-    with pytest.raises(ConfigError, match=missing(said, "Lumen")):
-        as_imported(module)
+    with pytest.raises(ConfigError, match=catch_missing_name(said, "Lumen")):
+        import_again(module)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_missing_torch_internals_raise_on_import(monkeypatch, module, owner, nam
 )
 def test_optional_torch_internals_are_checked_before_training(tmp_path, monkeypatch, owner, name, options, user):
     monkeypatch.delattr(owner, name)
-    with pytest.raises(ConfigError, match=missing(name, user)):
+    with pytest.raises(ConfigError, match=catch_missing_name(name, user)):
         quiet_trainer(tmp_path, max_steps=1, **options).fit(Untouched(), loader())
 
 
 def test_timeout_setter_is_checked_before_connecting(tmp_path, monkeypatch):
     monkeypatch.delattr(dist, "set_timeout", raising=False)
     monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout")
-    with pytest.raises(ConfigError, match=missing("_set_pg_timeout", "a run of several processes")):
+    with pytest.raises(ConfigError, match=catch_missing_name("_set_pg_timeout", "a run of several processes")):
         quiet_trainer(tmp_path, max_steps=1, strategy="ddp").fit(Untouched(), loader())
     assert not dist.is_initialized()
 
@@ -97,14 +97,14 @@ def test_the_launcher_looks_before_it_starts_anybody(tmp_path, monkeypatch):
     monkeypatch.delattr(LocalElasticAgent, "_monitor_workers")
     monkeypatch.delattr(SimpleElasticAgent, "_monitor_workers")
     monkeypatch.setattr(LocalElasticAgent, "__abstractmethods__", frozenset())
-    with pytest.raises(ConfigError, match=missing("_monitor_workers", "the launcher")):
+    with pytest.raises(ConfigError, match=catch_missing_name("_monitor_workers", "the launcher")):
         run_workers(1, ["-c", f"open({str(tmp_path / 'started')!r}, 'w')"], tmp_path, [])
     assert not (tmp_path / "started").exists()
 
 
 def test_pin_memory_is_checked_before_reading(monkeypatch):
     monkeypatch.delattr(pin_memory, "pin_memory")
-    with pytest.raises(ConfigError, match=missing("_utils.pin_memory.pin_memory", "pin_memory")):
+    with pytest.raises(ConfigError, match=catch_missing_name("_utils.pin_memory.pin_memory", "pin_memory")):
         loaders.get_pin_function()
 
 
@@ -114,15 +114,15 @@ def test_pin_memory_is_checked_before_reading(monkeypatch):
 @pytest.mark.parametrize("name", ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"])
 def test_optimizer_step_keeps_wrapper_when_hooks_are_unknown(monkeypatch, name):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
-    assert as_imported(optimizers).get_unwrapped_step(optimizer) != optimizer.step
+    assert import_again(optimizers).get_unwrapped_step(optimizer) != optimizer.step
     monkeypatch.delattr(sys.modules["torch.optim.optimizer"], name)
-    assert as_imported(optimizers).get_unwrapped_step(optimizer) == optimizer.step
+    assert import_again(optimizers).get_unwrapped_step(optimizer) == optimizer.step
 
 
 def test_unknown_collate_falls_back_to_torch(monkeypatch):
-    assert as_imported(loaders).has_default_collate()
+    assert import_again(loaders).has_default_collate()
     monkeypatch.delattr(collate, "collate_int_fn")
-    assert not as_imported(loaders).has_default_collate()
+    assert not import_again(loaders).has_default_collate()
 
 
 def test_schedules_whose_parts_are_unknown_are_not_checked():

@@ -20,7 +20,7 @@ from lumen.checkpoint import find_checkpoints
 from lumen.cli import main
 from lumen.errors import ConfigError
 from lumen.run.records import RunRecords
-from tests.helpers.loggers import Drawn, csv_record, events, fit, hyperparameters, scalars, table
+from tests.helpers.loggers import Drawn, fit, read_csv, read_events, read_hyperparameters, read_scalars, read_table
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -34,7 +34,7 @@ class During(lumen.Callback):
         self.action(trainer)
 
 
-def contents(directory):
+def read_contents(directory):
     return {path: path.read_bytes() for path in directory.rglob("*tfevents*")}
 
 
@@ -43,8 +43,8 @@ def contents(directory):
 
 def test_the_record_is_that_of_the_csv_files(tmp_path):
     directory = fit(tmp_path).run_directory
-    record = scalars(directory)
-    assert record == csv_record(directory)
+    record = read_scalars(directory)
+    assert record == read_csv(directory)
     assert [step for step, _ in record["loss"]] == list(range(1, 15))
     assert [step for step, _ in record["val_loss"]] == [7, 14]
     assert {"system/time_s", "system/samples_per_s", "system/memory_mb"} <= record.keys()
@@ -55,7 +55,7 @@ def test_values_are_on_disk_during_the_run(tmp_path):
         steps = ()
 
         def on_step_end(self, trainer, task):
-            self.steps = [step for step, _ in scalars(trainer.run_directory)["loss"]]
+            self.steps = [step for step, _ in read_scalars(trainer.run_directory)["loss"]]
             assert self.steps == list(range(1, trainer.global_step + 1))
 
     reading = Reading()
@@ -114,7 +114,7 @@ def test_images_are_read_back_pixel_by_pixel(tmp_path):
         for name, (image, _) in images.items():
             trainer.logger.log_image(name, image, step=3)
 
-    found = events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[During(log)]).run_directory)
+    found = read_events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[During(log)]).run_directory)
     for name, (_, expected) in images.items():
         (event,) = found.Images(name)
         assert event.step == 3
@@ -144,7 +144,7 @@ def test_histograms_count_the_values_that_are_finite(tmp_path):
         trainer.logger.log_histogram("numpy", np.array([1, 2, -3]), step=5)
         trainer.logger.log_histogram("nothing", torch.tensor([float("nan")]), step=5)
 
-    found = events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[During(log)]).run_directory)
+    found = read_events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[During(log)]).run_directory)
     for name in ("torch.float32", "torch.bfloat16", "torch.float64", "numpy"):
         (event,) = found.Histograms(name)
         histogram = event.histogram_value
@@ -155,7 +155,7 @@ def test_histograms_count_the_values_that_are_finite(tmp_path):
 
 def test_text_is_read_back(tmp_path):
     log = During(lambda trainer: trainer.logger.log_text("notes", "**Grüße**", step=2))
-    found = events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[log]).run_directory)
+    found = read_events(fit(tmp_path, logger=lumen.TensorBoardLogger(), callbacks=[log]).run_directory)
     (event,) = found.Tensors("notes/text_summary")
     assert (event.step, event.tensor_proto.string_val[0].decode()) == (2, "**Grüße**")
 
@@ -172,7 +172,7 @@ class Data(lumen.DataModule):
 def test_hyperparameters_use_names_of_the_command_line(tmp_path):
     trainer = quiet_trainer(tmp_path, max_epochs=1, logger=lumen.TensorBoardLogger())
     trainer.fit(Regression(lr=0.125), Data(options={"mirror": True, "sizes": (1, 2), "depth": {"first": None}}))
-    assert hyperparameters(trainer.run_directory) == {
+    assert read_hyperparameters(trainer.run_directory) == {
         "model.lr": 0.125,
         "model.dropout": 0.0,
         "model.dtype": "torch.float32",
@@ -191,7 +191,7 @@ def test_what_a_logger_cannot_hold_it_ignores(tmp_path):
     directory = fit(tmp_path, Drawn(), max_steps=2, logger=lumen.CSVLogger()).run_directory
     files = {path.name for path in directory.iterdir() if path.is_file()} - {".lock"}
     assert files == {"metrics.csv", "system.csv", "environment.json", "run.log", "goodput.jsonl", "script.yaml"}
-    assert table(directory / "metrics.csv").keys() == {"loss"}
+    assert read_table(directory / "metrics.csv").keys() == {"loss"}
 
 
 def test_outside_of_fit_nothing_is_recorded(tmp_path):
@@ -205,9 +205,9 @@ def test_outside_of_fit_nothing_is_recorded(tmp_path):
             super().validation_step(batch)
 
     trainer = fit(tmp_path, Evaluated(), logger=lumen.TensorBoardLogger())
-    before = contents(trainer.run_directory)
+    before = read_contents(trainer.run_directory)
     trainer.validate(Evaluated(), loader())
-    assert contents(trainer.run_directory) == before
+    assert read_contents(trainer.run_directory) == before
 
 
 def test_experiment_is_the_summary_writer_during_fit(tmp_path):
@@ -218,8 +218,8 @@ def test_experiment_is_the_summary_writer_during_fit(tmp_path):
 
     trainer = fit(tmp_path, callbacks=[During(use)])
     trainer.loggers[1].experiment.add_scalar("late", 0.5, 11)
-    assert scalars(trainer.run_directory)["mine"] == [(11, 0.5)]
-    assert "late" not in scalars(trainer.run_directory)
+    assert read_scalars(trainer.run_directory)["mine"] == [(11, 0.5)]
+    assert "late" not in read_scalars(trainer.run_directory)
 
 
 def test_configured_loggers_are_given_by_class_path(tmp_path, monkeypatch):
@@ -235,17 +235,17 @@ def test_configured_loggers_are_given_by_class_path(tmp_path, monkeypatch):
     Path("line.yaml").write_text(yaml.safe_dump(config))
     assert main(["fit", "--config", "line.yaml"]) == 0
     directory = tmp_path / "runs/line"
-    assert scalars(directory) == csv_record(directory)
+    assert read_scalars(directory) == read_csv(directory)
     assert main(["fit", "--config", str(directory / "config.yaml"), "--trainer.max_epochs", "3",
                  "--trainer.resume", "auto"]) == 0  # fmt: skip
-    assert scalars(directory) == csv_record(directory)
-    assert hyperparameters(directory)["model.lr"] == 0.05
+    assert read_scalars(directory) == read_csv(directory)
+    assert read_hyperparameters(directory)["model.lr"] == 0.05
 
 
 # ---------------------------------------------------------------------- resumed records
 
 
-def parts(directory):
+def list_event_files(directory):
     """Return the event files in the order of their names, in which TensorBoard reads them."""
     return sorted((directory / "tensorboard").iterdir())
 
@@ -254,22 +254,22 @@ def test_resumed_tensorboard_record_equals_uninterrupted_one(tmp_path):
     for steps in (5, 9, 12, 20):
         directory = fit(tmp_path, Drawn(dropout=0.2), max_steps=steps, max_epochs=None, resume="auto").run_directory
     whole = fit(tmp_path / "whole", Drawn(dropout=0.2), max_steps=20, max_epochs=None).run_directory
-    assert len(parts(directory)) == 4
-    record, undisturbed = scalars(directory), scalars(whole)
-    assert record == csv_record(directory)
+    assert len(list_event_files(directory)) == 4
+    record, undisturbed = read_scalars(directory), read_scalars(whole)
+    assert record == read_csv(directory)
     assert {name: record[name] for name in ("loss", "val_loss")} == {
         name: undisturbed[name] for name in ("loss", "val_loss")
     }
-    assert len(hyperparameters(directory)) == 4
+    assert len(read_hyperparameters(directory)) == 4
     for name, kind in (("weights", "Images"), ("first layer", "Histograms"), ("note/text_summary", "Tensors")):
-        assert [event.step for event in getattr(events(directory), kind)(name)] == list(range(20))
+        assert [event.step for event in getattr(read_events(directory), kind)(name)] == list(range(20))
 
 
 def test_a_finished_run_gets_no_further_part(tmp_path):
     directory = fit(tmp_path).run_directory
-    before = contents(directory)
+    before = read_contents(directory)
     fit(tmp_path, resume="auto")
-    assert contents(directory) == before
+    assert read_contents(directory) == before
 
 
 class Fails(Regression):
@@ -288,35 +288,35 @@ def test_removed_event_file_name_is_not_reused(tmp_path):
                 lumen.ModelCheckpoint(every_n_epochs=0)
             ])  # fmt: skip
     directory = fit(tmp_path, max_steps=20, max_epochs=None, resume="auto").run_directory
-    assert [path.name.split(".")[3] for path in parts(directory)] == ["00000", "00003"]
-    assert scalars(directory) == csv_record(directory)
+    assert [path.name.split(".")[3] for path in list_event_files(directory)] == ["00000", "00003"]
+    assert read_scalars(directory) == read_csv(directory)
 
 
 def test_partial_event_is_truncated(tmp_path):
     directory = fit(tmp_path, max_steps=5, max_epochs=None).run_directory
-    (part,) = parts(directory)
+    (part,) = list_event_files(directory)
     content = part.read_bytes()
     part.write_bytes(content + content[-40:-7])
     fit(tmp_path, max_steps=9, max_epochs=None, resume="auto")
     assert part.read_bytes() == content
-    assert scalars(directory) == csv_record(directory)
+    assert read_scalars(directory) == read_csv(directory)
 
 
 def test_restarted_run_without_checkpoint_replaces_its_record(tmp_path):
     directory = fit(tmp_path, enable_checkpointing=False).run_directory
     fit(tmp_path, resume="auto", max_epochs=1)
-    assert [step for step, _ in scalars(directory)["loss"]] == list(range(1, 8))
-    assert len(hyperparameters(directory)) == 4
+    assert [step for step, _ in read_scalars(directory)["loss"]] == list(range(1, 8))
+    assert len(read_hyperparameters(directory)) == 4
 
 
 def test_run_from_other_checkpoint_has_a_separate_record(tmp_path):
     first = fit(tmp_path, max_steps=5, max_epochs=None).run_directory
-    before = scalars(first)
+    before = read_scalars(first)
     second = fit(tmp_path, max_steps=8, max_epochs=None, resume=first).run_directory
-    assert scalars(first) == before
-    assert [step for step, _ in scalars(second)["loss"]] == [6, 7, 8]
-    assert scalars(second) == csv_record(second)
-    assert len(hyperparameters(second)) == 4
+    assert read_scalars(first) == before
+    assert [step for step, _ in read_scalars(second)["loss"]] == [6, 7, 8]
+    assert read_scalars(second) == read_csv(second)
+    assert len(read_hyperparameters(second)) == 4
 
 
 def test_added_logger_repeats_nothing_after_interruption(tmp_path):
@@ -326,19 +326,19 @@ def test_added_logger_repeats_nothing_after_interruption(tmp_path):
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(tmp_path, Fails(dropout=0.2), max_steps=9, resume="auto", logger=both, **saving)
     directory = tmp_path / "runs/run"
-    assert [step for step, _ in scalars(directory)["loss"]] == [6, 7, 8]
+    assert [step for step, _ in read_scalars(directory)["loss"]] == [6, 7, 8]
     fit(tmp_path, max_steps=9, resume="auto", logger=both, **saving)
-    assert [step for step, _ in scalars(directory)["loss"]] == [6, 7, 8, 9]
-    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == list(range(1, 10))
-    assert len(hyperparameters(directory)) == 4
+    assert [step for step, _ in read_scalars(directory)["loss"]] == [6, 7, 8, 9]
+    assert [step for step, _ in read_table(directory / "metrics.csv")["loss"]] == list(range(1, 10))
+    assert len(read_hyperparameters(directory)) == 4
 
 
 def test_logger_omitted_for_a_while_keeps_its_record(tmp_path):
     parts = [(4, lumen.TensorBoardLogger()), (8, True), (12, lumen.TensorBoardLogger())]
     for steps, logger in parts:
         directory = fit(tmp_path, max_steps=steps, max_epochs=None, resume="auto", logger=logger).run_directory
-    assert [step for step, _ in scalars(directory)["loss"]] == [1, 2, 3, 4, 9, 10, 11, 12]
-    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == list(range(1, 13))
+    assert [step for step, _ in read_scalars(directory)["loss"]] == [1, 2, 3, 4, 9, 10, 11, 12]
+    assert [step for step, _ in read_table(directory / "metrics.csv")["loss"]] == list(range(1, 13))
 
 
 def test_changed_hyperparameters_are_recorded_on_resume(tmp_path):
@@ -347,10 +347,10 @@ def test_changed_hyperparameters_are_recorded_on_resume(tmp_path):
         directory = fit(
             tmp_path, task, max_steps=steps, max_epochs=None, resume="auto", log_level="WARNING"
         ).run_directory
-    (event,) = events(directory).Tensors("hyperparameters/text_summary")
+    (event,) = read_events(directory).Tensors("hyperparameters/text_summary")
     assert event.step == 4
     assert event.tensor_proto.string_val[0].decode() == "changed:\n\n* `model.lr`: 0.01 → 0.02"
-    assert hyperparameters(directory)["model.lr"] == 0.01
+    assert read_hyperparameters(directory)["model.lr"] == 0.01
     assert (directory / "run.log").read_text().count("model.lr was 0.01, is 0.02") == 1
 
 

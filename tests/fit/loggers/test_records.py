@@ -10,7 +10,7 @@ import pytest
 
 import lumen
 from lumen.errors import RunDirectoryError
-from tests.helpers.records import fit, stops_after
+from tests.helpers.records import fit, record_until_plateau
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -19,7 +19,7 @@ def read(path):
         return list(csv.reader(file))
 
 
-def rows(trainer):
+def read_rows(trainer):
     """Return (step, names with a value) of each row of metrics.csv."""
     columns, *found = read(trainer.run_directory / "metrics.csv")
     return [(int(row[0]), [name for name, value in zip(columns, row, strict=True) if value][2:]) for row in found]
@@ -74,7 +74,7 @@ def test_new_names_in_each_step_copy_few_rows(tmp_path):
 # ---------------------------------------------------------------------- the file is never kept open and never damaged
 
 
-def written(directory, count):
+def make_written_logger(directory, count):
     """Return a logger that has written rows of two columns."""
     logger = lumen.CSVLogger()
     logger.open(directory, resumed=False)
@@ -97,7 +97,7 @@ def cut_back(logger):
 @pytest.mark.parametrize("act", [add_a_column, cut_back])
 def test_csv_rewrite_uses_constant_memory(tmp_path, act):
     def peak(count):
-        logger = written(tmp_path, count)
+        logger = make_written_logger(tmp_path, count)
         tracemalloc.start()
         try:
             act(logger)
@@ -112,7 +112,7 @@ def test_csv_rewrite_uses_constant_memory(tmp_path, act):
 
 @pytest.mark.parametrize("act", [add_a_column, cut_back])
 def test_csv_survives_a_full_disk(tmp_path, act):
-    logger = written(tmp_path, 2000)
+    logger = make_written_logger(tmp_path, 2000)
     path = tmp_path / "metrics.csv"
     before = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -227,7 +227,7 @@ class Stopping(lumen.Callback):
 )
 def test_last_step_is_always_logged(tmp_path, options, steps):
     trainer = fit(tmp_path, **options)
-    assert [step for step, names in rows(trainer) if "loss" in names] == steps
+    assert [step for step, names in read_rows(trainer) if "loss" in names] == steps
     assert trainer.global_step == steps[-1]
 
 
@@ -250,7 +250,7 @@ def test_skipped_last_window_is_not_logged(tmp_path):
             return None if batch_idx == 4 else loss
 
     trainer = fit(tmp_path, Skips(), max_epochs=1, log_level="CRITICAL")
-    assert [step for step, names in rows(trainer) if "loss" in names] == [4]
+    assert [step for step, names in read_rows(trainer) if "loss" in names] == [4]
 
 
 @pytest.mark.parametrize("at", [2, 4, 5, 7])
@@ -267,11 +267,11 @@ def test_run_resumed_after_signal_has_same_rows(tmp_path, at):
 def test_extended_run_keeps_the_row_of_its_end(tmp_path):
     fit(tmp_path, max_steps=6)
     trainer = fit(tmp_path, max_steps=10, resume="auto")
-    assert [step for step, names in rows(trainer) if "loss" in names] == [4, 6, 8, 10]
+    assert [step for step, names in read_rows(trainer) if "loss" in names] == [4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("cut", [3, 6])
 def test_last_step_is_logged_once_despite_signal(tmp_path, cut):
-    whole = stops_after(tmp_path / "whole", None, "auto")
-    assert stops_after(tmp_path / "cut", cut, "auto") == whole
+    whole = record_until_plateau(tmp_path / "whole", None, "auto")
+    assert record_until_plateau(tmp_path / "cut", cut, "auto") == whole
     assert [row["step"] for row in csv.DictReader(whole.splitlines()) if row["loss"]] == ["4", "6"]

@@ -11,21 +11,21 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.data.permutation import make_epoch_order
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
-from tests.helpers.manual_optimization import SharpByHand, sharp
+from tests.helpers.manual_optimization import SharpByHand, make_sharp
 from tests.helpers.tasks import Regression, network, quiet_trainer, regression_data, weights
 
 SEED = 3
 UNRECORDED = {"logger": False, "enable_checkpointing": False}
 
 
-def lbfgs(parameters, **options):
+def make_lbfgs(parameters, **options):
     return LBFGS(parameters, **{"lr": 0.3, "max_iter": 4, "history_size": 5, "line_search_fn": None} | options)
 
 
 class Evaluated(Regression):
     """Task with an optimizer that a function makes of its parameters."""
 
-    build = staticmethod(lbfgs)
+    build = staticmethod(make_lbfgs)
 
     def configure_optimizers(self):
         return self.build(self.parameters())
@@ -37,7 +37,7 @@ def with_optimizer(build, task=None):
     return task
 
 
-def data(samples=53, batch_size=8, dtype=torch.float32):
+def make_data(samples=53, batch_size=8, dtype=torch.float32):
     return DataLoader(TensorDataset(*regression_data(samples, dtype)), batch_size, shuffle=True)
 
 
@@ -55,14 +55,14 @@ def fit(tmp_path, task, loader, **options):
 def test_lbfgs_equals_the_manual_loop(tmp_path, precision, options):
     options = dict(options)
     clip = options.pop("clip", None)
-    task = with_optimizer(lambda parameters: lbfgs(parameters, **options))
+    task = with_optimizer(lambda parameters: make_lbfgs(parameters, **options))
     task.net.insert(1, nn.BatchNorm1d(16))
-    fit(tmp_path, task, data(), precision=precision, gradient_clip_val=clip)
+    fit(tmp_path, task, make_data(), precision=precision, gradient_clip_val=clip)
 
     inputs, targets = regression_data(53)
     net = network()
     net.insert(1, nn.BatchNorm1d(16))
-    optimizer = lbfgs(net.parameters(), **options)
+    optimizer = make_lbfgs(net.parameters(), **options)
     evaluations = 0
     for epoch in range(2):
         for batch in make_epoch_order(53, SEED, epoch, shuffle=True).split(8):
@@ -102,7 +102,7 @@ class Tokens(lumen.TaskModule):
         return loss if self.how == "weighed beforehand" else (loss, tokens.sum())
 
     def configure_optimizers(self):
-        return lbfgs(self.parameters(), line_search_fn="strong_wolfe")
+        return make_lbfgs(self.parameters(), line_search_fn="strong_wolfe")
 
 
 class TokensWeighedBeforehand(Tokens):
@@ -120,7 +120,7 @@ def test_accumulated_evaluation_equals_the_full_batch(tmp_path, how, clip):
     fit(tmp_path, task, loader, global_batch_size=32, gradient_clip_val=clip)
 
     net = network(dtype=torch.float64)
-    optimizer = lbfgs(net.parameters(), line_search_fn="strong_wolfe")
+    optimizer = make_lbfgs(net.parameters(), line_search_fn="strong_wolfe")
     for epoch in range(2):
         for batch in make_epoch_order(75, SEED, epoch, shuffle=True).split(32):
             of_samples = torch.ones(len(batch), dtype=torch.float64) if how == "samples" else tokens[batch]
@@ -200,7 +200,7 @@ class Drawing(Evaluated):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_every_evaluation_of_a_step_draws_the_same(tmp_path, accumulate):
     task = Drawing()
-    trainer = fit(tmp_path, task, data(40), accumulate_grad_batches=accumulate)
+    trainer = fit(tmp_path, task, make_data(40), accumulate_grad_batches=accumulate)
     found = trainer.optimizers[0].found
     assert len(found) == 3 * trainer.global_step
     for step in range(trainer.global_step):
@@ -211,7 +211,7 @@ def test_every_evaluation_of_a_step_draws_the_same(tmp_path, accumulate):
 
 def test_only_the_first_evaluation_logs_and_counts(tmp_path):
     task = Drawing()
-    trainer = fit(tmp_path, task, data(40), accumulate_grad_batches=5, max_epochs=1)
+    trainer = fit(tmp_path, task, make_data(40), accumulate_grad_batches=5, max_epochs=1)
     assert trainer.global_step == 1
     assert task.mean._update_count == 0  # reset at the end of the epoch
     assert trainer.run.progress.micro_batches == trainer.run.progress.units / 8 == 5
@@ -246,7 +246,7 @@ def test_the_metric_is_that_of_the_first_evaluations(tmp_path):
             return loss
 
     task = Moving()
-    trainer = fit(tmp_path, task, data(40), max_epochs=1)
+    trainer = fit(tmp_path, task, make_data(40), max_epochs=1)
     assert task.evaluations > 3 * trainer.global_step == 15
     assert trainer.callback_metrics["mean"] == pytest.approx(sum(values) / 5)
     assert trainer.callback_metrics["logged"] == pytest.approx(sum(values) / 5)
@@ -264,8 +264,10 @@ def test_backward_runs_once_per_micro_batch_and_evaluation(tmp_path, optimizer, 
         def on_after_backward(self):
             self.backwards += 1
 
-    task = with_optimizer(lbfgs if optimizer == "LBFGS" else lambda parameters: SGD(parameters, lr=0.1), Counting())
-    trainer = fit(tmp_path, task, data(48), max_epochs=1, accumulate_grad_batches=accumulate)
+    task = with_optimizer(
+        make_lbfgs if optimizer == "LBFGS" else lambda parameters: SGD(parameters, lr=0.1), Counting()
+    )
+    trainer = fit(tmp_path, task, make_data(48), max_epochs=1, accumulate_grad_batches=accumulate)
     assert trainer.global_step == 6 / accumulate
     state = next(iter(trainer.optimizers[0].state.values()), {})
     evaluations = state["func_evals"] if optimizer == "LBFGS" else trainer.global_step
@@ -281,7 +283,7 @@ def test_optional_closure_is_not_passed(tmp_path):
             given.append(closure)
             return super().step()
 
-    fit(tmp_path, with_optimizer(lambda parameters: Asking(parameters, lr=0.1)), data(16), max_epochs=1)
+    fit(tmp_path, with_optimizer(lambda parameters: Asking(parameters, lr=0.1)), make_data(16), max_epochs=1)
     assert given == [None, None]
 
 
@@ -305,7 +307,7 @@ def test_an_optimizer_may_act_before_its_first_evaluation(tmp_path, before):
             super().step()
 
     task = with_optimizer(lambda parameters: Ahead(parameters, lr=0.1))
-    fit(tmp_path, task, data(40), max_epochs=1)
+    fit(tmp_path, task, make_data(40), max_epochs=1)
 
     inputs, targets = regression_data(40)
     net = network()
@@ -339,7 +341,7 @@ def test_line_search_allows_infinite_loss(tmp_path):
             return super().step()
 
     task = with_optimizer(lambda parameters: Searching(parameters, lr=0.1), Cliff())
-    fit(tmp_path, task, data(16), max_epochs=1)
+    fit(tmp_path, task, make_data(16), max_epochs=1)
     assert task.evaluations == 6
     assert torch.isfinite(weights(task)).all()
 
@@ -349,7 +351,7 @@ def test_skipped_step_is_not_evaluated(tmp_path):
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 1 else super().training_step(batch)
 
-    trainer = fit(tmp_path, Sparing(), data(32), max_epochs=1)
+    trainer = fit(tmp_path, Sparing(), make_data(32), max_epochs=1)
     assert trainer.global_step == 3
     assert next(iter(trainer.optimizers[0].state.values()))["func_evals"] == 12
 
@@ -363,10 +365,10 @@ def test_evaluation_without_loss_raises(tmp_path):
             return super().training_step(batch) if self.evaluations == 1 else None
 
     with pytest.raises(TrainingError, match="LBFGS evaluated step 1 again, and now all its micro-batches have"):
-        fit(tmp_path, Fickle(), data(16))
+        fit(tmp_path, Fickle(), make_data(16))
 
 
-@pytest.mark.parametrize("optimizer", [lbfgs, Evaluating])
+@pytest.mark.parametrize("optimizer", [make_lbfgs, Evaluating])
 def test_fp16_is_refused_before_training(tmp_path, optimizer):
     seen = []
 
@@ -375,19 +377,19 @@ def test_fp16_is_refused_before_training(tmp_path, optimizer):
             seen.append(batch)
 
     with pytest.raises(ConfigError, match=r"(LBFGS|Evaluating) evaluates the loss several times .* bf16 or fp32"):
-        fit(tmp_path, with_optimizer(optimizer, Watched()), data(), precision="fp16")
+        fit(tmp_path, with_optimizer(optimizer, Watched()), make_data(), precision="fp16")
     assert seen == []
 
 
 # ---------------------------------------------------------------------- checkpoints
 
 
-def same(ours, theirs):
+def is_same(ours, theirs):
     """Return True if two values are bitwise equal, in nested lists too."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs) and ours.dtype == theirs.dtype
     if isinstance(ours, list):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+        return len(ours) == len(theirs) and all(map(is_same, ours, theirs))
     return type(ours) is type(theirs) and ours == theirs
 
 
@@ -395,9 +397,11 @@ def same(ours, theirs):
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_resumed_closure_run_equals_uninterrupted_run(tmp_path, precision, line_search):
     def train(folder, **options):
-        task = with_optimizer(lambda parameters: lbfgs(parameters, line_search_fn=line_search), Evaluated(dropout=0.2))
+        task = with_optimizer(
+            lambda parameters: make_lbfgs(parameters, line_search_fn=line_search), Evaluated(dropout=0.2)
+        )
         trainer = quiet_trainer(folder, precision=precision, accumulate_grad_batches=2, **options)
-        trainer.fit(task, data())
+        trainer.fit(task, make_data())
         return trainer.optimizers[0], task
 
     whole_optimizer, whole = train(tmp_path / "whole", max_steps=11)
@@ -408,7 +412,7 @@ def test_resumed_closure_run_equals_uninterrupted_run(tmp_path, precision, line_
     assert len(ours["old_dirs"]) == 5
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
-        assert same(value, theirs[key]), key
+        assert is_same(value, theirs[key]), key
     states = [
         (find_checkpoints(folder / "runs/run/checkpoints")[-1] / "optimizer")
         for folder in (tmp_path, tmp_path / "whole")
@@ -418,10 +422,10 @@ def test_resumed_closure_run_equals_uninterrupted_run(tmp_path, precision, line_
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    quiet_trainer(tmp_path, max_steps=2).fit(Evaluated(), data())
+    quiet_trainer(tmp_path, max_steps=2).fit(Evaluated(), make_data())
     with pytest.raises(CheckpointMismatch, match=r"saved with LBFGS .* this run has SGD"):
         quiet_trainer(tmp_path, max_steps=4, resume="auto").fit(
-            with_optimizer(lambda parameters: SGD(parameters, lr=0.1)), data()
+            with_optimizer(lambda parameters: SGD(parameters, lr=0.1)), make_data()
         )
 
 
@@ -437,19 +441,19 @@ class ReadsLoss(lumen.Callback):
 
 def test_step_loss_is_the_first_evaluations_loss(tmp_path):
     callback = ReadsLoss()
-    fit(tmp_path, Evaluated(), data(16), callbacks=[callback], max_epochs=1)
+    fit(tmp_path, Evaluated(), make_data(16), callbacks=[callback], max_epochs=1)
     assert all(shown == returned for shown, returned in callback.losses)
     assert len(callback.losses) == 2
 
 
-@pytest.mark.parametrize("build", [lambda: with_optimizer(sharp), SharpByHand], ids=["automatic", "by hand"])
+@pytest.mark.parametrize("build", [lambda: with_optimizer(make_sharp), SharpByHand], ids=["automatic", "by hand"])
 def test_an_optimizer_with_two_steps_trains_and_resumes(tmp_path, build):
     whole, parts, expected = build(), build(), build()
     data = DataLoader(TensorDataset(*regression_data(48)), 8)
     quiet_trainer(tmp_path / "whole", max_steps=9, logger=False).fit(whole, data)
     for task, steps in ((build(), 4), (parts, 9)):
         quiet_trainer(tmp_path / "parts", max_steps=steps, resume="auto", logger=False).fit(task, data)
-    optimizer, batches = sharp(expected.parameters()), list(data)
+    optimizer, batches = make_sharp(expected.parameters()), list(data)
     for step in range(9):
         for move in (optimizer.first_step, optimizer.second_step):
             optimizer.zero_grad()
@@ -473,4 +477,4 @@ class TwoModes(SGD):
 def test_an_optimizer_with_modes_is_refused(tmp_path, wrap):
     task = with_optimizer(lambda parameters: wrap(TwoModes(parameters, 0.1)))
     with pytest.raises(ConfigError, match=r"TwoModes has methods train\(\) and eval\(\).*lumen.EMA"):
-        fit(tmp_path, task, data())
+        fit(tmp_path, task, make_data())

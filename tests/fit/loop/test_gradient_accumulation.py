@@ -12,7 +12,18 @@ import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError
 from lumen.run.plan import EpochLengths
-from tests.helpers.accumulation import BATCH, SAMPLES, SCHEDULE, STEPS, Growing, by_hand, dataset, grow, loader, state
+from tests.helpers.accumulation import (
+    BATCH,
+    SAMPLES,
+    SCHEDULE,
+    STEPS,
+    RecordsWindows,
+    loader,
+    make_dataset,
+    read_state,
+    train_by_hand,
+    train_with_schedule,
+)
 from tests.helpers.cli_tasks import Line
 from tests.helpers.tasks import Regression, bare_trainer, loader as regression_loader, weights
 
@@ -28,7 +39,7 @@ class Stream(IterableDataset):
     def __iter__(self):
         while self.read < self.samples:
             self.read += 1
-            yield dataset(self.samples)[self.read - 1]
+            yield make_dataset(self.samples)[self.read - 1]
         self.read = 0
 
     def state_dict(self):
@@ -38,7 +49,7 @@ class Stream(IterableDataset):
         self.read = state["read"]
 
 
-class Pair(Growing):
+class Pair(RecordsWindows):
     """Task that trains on one of two loaders that are read together."""
 
     def training_step(self, batch):
@@ -46,11 +57,11 @@ class Pair(Growing):
 
 
 def sampled(samples=SAMPLES):
-    return DataLoader(dataset(samples), BATCH, sampler=WeightedRandomSampler([1.0] * samples, samples))
+    return DataLoader(make_dataset(samples), BATCH, sampler=WeightedRandomSampler([1.0] * samples, samples))
 
 
 def batched(samples=SAMPLES):
-    return DataLoader(dataset(samples), batch_sampler=BatchSampler([*range(samples)], BATCH, drop_last=False))
+    return DataLoader(make_dataset(samples), batch_sampler=BatchSampler([*range(samples)], BATCH, drop_last=False))
 
 
 def streamed(samples=SAMPLES):
@@ -67,16 +78,16 @@ LOADERS = {
 }
 
 
-def in_steps(sizes, number):
+def split_into_steps(sizes, number):
     """Split the micro-batches of an epoch into steps of given sizes."""
     return [sizes[first : first + number] for first in range(0, len(sizes), number)]
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_step_size_follows_the_schedule(tmp_path, kind):
-    trainer, task = grow(tmp_path, LOADERS[kind](), logger=False, enable_checkpointing=False)
+    trainer, task = train_with_schedule(tmp_path, LOADERS[kind](), logger=False, enable_checkpointing=False)
     sizes = [BATCH] * 7 + [2]
-    assert task.windows() == [in_steps(sizes, number) for number in (1, 3, 3, 8, 2)]
+    assert task.windows() == [split_into_steps(sizes, number) for number in (1, 3, 3, 8, 2)]
     assert [len(steps) for steps in task.windows()] == list(STEPS)
     assert trainer.global_step == sum(STEPS)
 
@@ -91,8 +102,8 @@ def test_step_size_follows_the_schedule(tmp_path, kind):
     ],
 )
 def test_of_the_batches_that_are_used(tmp_path, options, sizes):
-    trainer, task = grow(tmp_path, logger=False, enable_checkpointing=False, **options)
-    assert task.windows() == [in_steps(sizes, number) for number in (1, 3, 3, 8, 2)]
+    trainer, task = train_with_schedule(tmp_path, logger=False, enable_checkpointing=False, **options)
+    assert task.windows() == [split_into_steps(sizes, number) for number in (1, 3, 3, 8, 2)]
     assert trainer.global_step == trainer.estimated_stepping_batches
 
 
@@ -100,23 +111,27 @@ def test_loaders_that_are_read_together(tmp_path):
     task = Pair()
     trainer = bare_trainer(tmp_path, max_epochs=3, accumulate_grad_batches={1: 3, 2: 2})
     trainer.fit(task, [loader(drop_last=True), loader(12)])
-    assert task.windows() == [in_steps([BATCH] * 7, number) for number in (1, 3, 2)]
+    assert task.windows() == [split_into_steps([BATCH] * 7, number) for number in (1, 3, 2)]
 
 
 def test_scheduler_callback_equals_trainer_argument(tmp_path):
     """The callback may be added later, and the same trainer may run again."""
-    runs = [grow(tmp_path, logger=False, enable_checkpointing=False)]
+    runs = [train_with_schedule(tmp_path, logger=False, enable_checkpointing=False)]
     callback = lumen.GradientAccumulationScheduler(scheduling=SCHEDULE)
-    runs.append(grow(tmp_path, logger=False, enable_checkpointing=False, accumulate_grad_batches=1, callbacks=callback))
+    runs.append(
+        train_with_schedule(
+            tmp_path, logger=False, enable_checkpointing=False, accumulate_grad_batches=1, callbacks=callback
+        )
+    )
     late = bare_trainer(tmp_path, max_epochs=len(STEPS))
     late.callbacks.append(lumen.GradientAccumulationScheduler({1: 3, 3: 8, 4: 2}))
     for _ in range(2):
-        task = Growing()
+        task = RecordsWindows()
         late.fit(task, loader())
         runs.append((late, task))
     for trainer, task in runs[1:]:
         assert task.seen == runs[0][1].seen
-        assert state(trainer, task) == state(*runs[0])
+        assert read_state(trainer, task) == read_state(*runs[0])
 
 
 # ---------------------------------------------------------------------- exactness
@@ -124,8 +139,8 @@ def test_scheduler_callback_equals_trainer_argument(tmp_path):
 
 @pytest.mark.parametrize("kind", ["shuffled", "by a sampler", "a stream"])
 def test_it_is_the_loop_by_hand(tmp_path, kind):
-    _, task = grow(tmp_path, LOADERS[kind](), logger=False, enable_checkpointing=False)
-    assert torch.equal(weights(task.net), weights(by_hand(task)))
+    _, task = train_with_schedule(tmp_path, LOADERS[kind](), logger=False, enable_checkpointing=False)
+    assert torch.equal(weights(task.net), weights(train_by_hand(task)))
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "by a sampler", "by a batch sampler", "a stream"])
@@ -133,7 +148,9 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, kind):
     """The run resumes within an epoch, and at the end of one whose next epoch has steps of another size."""
 
     def part(name, **options):
-        return state(*grow(tmp_path / name, LOADERS[kind](18), dropout=0.3, resume="auto", **options))
+        return read_state(
+            *train_with_schedule(tmp_path / name, LOADERS[kind](18), dropout=0.3, resume="auto", **options)
+        )
 
     whole = part("whole")
     for step in (3, 5, 6, 9, 11) if kind != "shuffled" else range(1, 13):  # of 5, 2, 2, 1 and 3 steps in an epoch
@@ -145,7 +162,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, kind):
 def test_stop_at_epoch_end_reports_no_changed_settings(tmp_path, caplog):
     """The steps of the next epoch have another size."""
     for epochs in range(1, len(STEPS) + 1):
-        grow(tmp_path, max_epochs=epochs, resume="auto", log_level="WARNING")
+        train_with_schedule(tmp_path, max_epochs=epochs, resume="auto", log_level="WARNING")
     assert [line for line in caplog.messages if "settings" in line] == []
 
 
@@ -171,22 +188,22 @@ def test_stop_at_epoch_end_reports_no_changed_settings(tmp_path, caplog):
 )
 @pytest.mark.parametrize("step", [4, 8, 10])
 def test_changed_schedule_warns_with_both_values(tmp_path, caplog, step, options, said):
-    grow(tmp_path, max_steps=step)
+    train_with_schedule(tmp_path, max_steps=step)
     caplog.clear()
     options = {"resume": "auto", "log_level": "WARNING"} | options
-    _, task = grow(tmp_path, **options)
+    _, task = train_with_schedule(tmp_path, **options)
     (notice,) = [line for line in caplog.messages if "settings" in line]
     assert said in notice
     if options["accumulate_grad_batches"] == {1: 2}:
-        assert task.windows()[-1] == in_steps([BATCH] * 7 + [2], 2)
+        assert task.windows()[-1] == split_into_steps([BATCH] * 7 + [2], 2)
 
 
 def test_equivalent_schedule_causes_no_warning(tmp_path, caplog):
-    grow(tmp_path, max_steps=9)
+    train_with_schedule(tmp_path, max_steps=9)
     said = {"accumulate_grad_batches": {4: 2, 0: 1, 1: 3, 2: 3, 3: 8}}
-    grow(tmp_path, max_steps=12, resume="auto", log_level="WARNING", **said)
+    train_with_schedule(tmp_path, max_steps=12, resume="auto", log_level="WARNING", **said)
     callback = {"accumulate_grad_batches": 1, "callbacks": lumen.GradientAccumulationScheduler(SCHEDULE)}
-    grow(tmp_path, resume="auto", log_level="WARNING", **callback)
+    train_with_schedule(tmp_path, resume="auto", log_level="WARNING", **callback)
     assert [line for line in caplog.messages if "settings" in line] == []
 
 
@@ -260,7 +277,7 @@ def test_schedules_are_compared_with_the_steps_there_are(tmp_path, caplog, sched
 def test_validations_follow_fraction_or_step_interval(tmp_path, options, batches):
     """The steps have 1, 3 and 8 micro-batches: one step of 8 is an epoch, and both halves of it end at once."""
 
-    class Validated(Growing):
+    class Validated(RecordsWindows):
         def on_validation_start(self):
             seen.append(self.trainer.progress.batches)
 

@@ -327,7 +327,7 @@ def loss_of(task, batch):
     return nn.functional.mse_loss(task.net(batch[0]), batch[1])
 
 
-def noted(task, batch, *others):
+def note_loss(task, batch, *others):
     task.given = [len(batch), *others]
     return loss_of(task, batch)
 
@@ -341,21 +341,23 @@ def passing_on(step):
 
 
 STEPS = {
-    "batch": (lambda task, batch: noted(task, batch), [2]),
-    "index": (lambda task, batch, batch_idx: noted(task, batch, batch_idx), [2, 1]),
-    "loader": (lambda task, batch, batch_idx, dataloader_idx: noted(task, batch, batch_idx, dataloader_idx), [2, 1, 0]),
-    "batch and loader": (lambda task, batch, dataloader_idx=7: noted(task, batch, dataloader_idx), [2, 0]),
-    "other names": (lambda task, xy, number, *, debug=False: noted(task, xy, number), [2, 1]),
-    "anything": (lambda task, *args: noted(task, *args), [2, 1]),
-    "batch and anything": (lambda task, batch, *args, **kwargs: noted(task, batch, *args, *kwargs.values()), [2, 1]),
-    "all and anything": (lambda task, batch, batch_idx, dataloader_idx, *more: noted(
+    "batch": (lambda task, batch: note_loss(task, batch), [2]),
+    "index": (lambda task, batch, batch_idx: note_loss(task, batch, batch_idx), [2, 1]),
+    "loader": (lambda task, batch, batch_idx, dataloader_idx: note_loss(
+        task, batch, batch_idx, dataloader_idx), [2, 1, 0]),
+    "batch and loader": (lambda task, batch, dataloader_idx=7: note_loss(task, batch, dataloader_idx), [2, 0]),
+    "other names": (lambda task, xy, number, *, debug=False: note_loss(task, xy, number), [2, 1]),
+    "anything": (lambda task, *args: note_loss(task, *args), [2, 1]),
+    "batch and anything": (lambda task, batch, *args, **kwargs: note_loss(
+        task, batch, *args, *kwargs.values()), [2, 1]),
+    "all and anything": (lambda task, batch, batch_idx, dataloader_idx, *more: note_loss(
         task, batch, batch_idx, dataloader_idx, *more), [2, 1, 0]),
-    "more": (lambda task, batch, batch_idx, how="own", why=None: noted(task, batch, batch_idx, how, why),
+    "more": (lambda task, batch, batch_idx, how="own", why=None: note_loss(task, batch, batch_idx, how, why),
              [2, 1, "own", None]),
-    "no more than three": (lambda task, batch, batch_idx, how="own", dataloader_idx=0: noted(
+    "no more than three": (lambda task, batch, batch_idx, how="own", dataloader_idx=0: note_loss(
         task, batch, batch_idx, how, dataloader_idx), [2, 1, "own", 0]),
-    "wrapped": (passing_on(lambda task, batch, batch_idx: noted(task, batch, batch_idx)), [2, 1]),
-    "bound": (functools.partialmethod(lambda task, how, batch, number: noted(task, batch, number, how), "bound"),
+    "wrapped": (passing_on(lambda task, batch, batch_idx: note_loss(task, batch, batch_idx)), [2, 1]),
+    "bound": (functools.partialmethod(lambda task, how, batch, number: note_loss(task, batch, number, how), "bound"),
               [2, 1, "bound"]),
 }  # fmt: skip
 
@@ -559,7 +561,7 @@ def test_later_epoch_without_steps_changes_nothing(tmp_path, caplog):
 # ---------------------------------------------------------------------- actions of a step that duplicate Lumen's
 
 
-def stepping(kind=torch.optim.SGD, scheduler=False, inside=lambda optimizer: optimizer, **options):
+def make_stepping_task(kind=torch.optim.SGD, scheduler=False, inside=lambda optimizer: optimizer, **options):
     """Return a task with an optimizer, perhaps with a scheduler that wraps its step, or inside another optimizer."""
 
     class Stepping(Returns):
@@ -573,11 +575,11 @@ def stepping(kind=torch.optim.SGD, scheduler=False, inside=lambda optimizer: opt
 
 
 OPTIMIZERS = {
-    "plain": stepping(),
-    "with a scheduler": stepping(scheduler=True),
-    "in Lookahead": stepping(inside=Lookahead),
-    "in MultiOptimizer": stepping(inside=lambda optimizer: MultiOptimizer([optimizer])),
-    "with a closure": stepping(torch.optim.LBFGS, max_iter=3),
+    "plain": make_stepping_task(),
+    "with a scheduler": make_stepping_task(scheduler=True),
+    "in Lookahead": make_stepping_task(inside=Lookahead),
+    "in MultiOptimizer": make_stepping_task(inside=lambda optimizer: MultiOptimizer([optimizer])),
+    "with a closure": make_stepping_task(torch.optim.LBFGS, max_iter=3),
 }
 
 

@@ -14,20 +14,20 @@ from tests.helpers.manual_optimization import (
     Gan,
     critic_loss,
     generator_loss,
-    networks,
-    optimizers_of,
-    pair_loader,
-    pairs,
+    make_networks,
+    make_optimizers,
+    make_pair_loader,
+    make_pairs,
 )
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 
-def by_hand(steps, dtype=torch.float32, autocast=nullcontext, scaler=None, every=1):
+def train_by_hand(steps, dtype=torch.float32, autocast=nullcontext, scaler=None, every=1):
     """Train a `Gan` by a loop written by hand."""
-    generator, critic = networks(dtype)
-    (ours, theirs), schedules = optimizers_of(generator, critic)
-    batches = list(zip(*(each.split(8) for each in pairs(dtype=dtype)), strict=True))
+    generator, critic = make_networks(dtype)
+    (ours, theirs), schedules = make_optimizers(generator, critic)
+    batches = list(zip(*(each.split(8) for each in make_pairs(dtype=dtype)), strict=True))
     for step in range(steps):
         real, noise = batches[step % len(batches)]
         with autocast():
@@ -59,11 +59,11 @@ def move(loss, optimizer, scaler, clip=None):
         scaler.step(optimizer)
 
 
-def trained(tmp_path, task=None, dtype=torch.float32, **options):
+def train_gan(tmp_path, task=None, dtype=torch.float32, **options):
     """Return a `Gan` after some steps, and its trainer."""
     task = Gan(dtype) if task is None else task
     trainer = bare_trainer(tmp_path, **{"max_steps": 12} | options)
-    trainer.fit(task, pair_loader(dtype=dtype))
+    trainer.fit(task, make_pair_loader(dtype=dtype))
     return task, trainer
 
 
@@ -72,8 +72,8 @@ def trained(tmp_path, task=None, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_two_optimizers_equal_the_manual_loop(tmp_path, every):
-    task, trainer = trained(tmp_path, Gan(torch.float32, every))
-    assert torch.equal(weights(task), by_hand(12, every=every))
+    task, trainer = train_gan(tmp_path, Gan(torch.float32, every))
+    assert torch.equal(weights(task), train_by_hand(12, every=every))
     assert trainer.global_step == 12
     assert task.indices == [*range(7), *range(5)]
 
@@ -82,16 +82,16 @@ def test_bf16_forward_sees_updated_parameters(tmp_path):
     def autocast():
         return torch.autocast("cpu", torch.bfloat16)
 
-    task, _ = trained(tmp_path, precision="bf16")
-    assert torch.equal(weights(task), by_hand(12, autocast=autocast))
+    task, _ = train_gan(tmp_path, precision="bf16")
+    assert torch.equal(weights(task), train_by_hand(12, autocast=autocast))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # torch's, of the manual loop
 def test_fp16_scaling_and_skipping_equal_manual_loop(tmp_path):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
-    expected = by_hand(14, autocast=lambda: torch.autocast("cpu", torch.float16), scaler=scaler)
+    expected = train_by_hand(14, autocast=lambda: torch.autocast("cpu", torch.float16), scaler=scaler)
     precision = lumen.precision.Float16(init_scale=2.0**18, growth_interval=3)
-    task, trainer = trained(tmp_path, precision=precision, max_epochs=2, max_steps=-1)
+    task, trainer = train_gan(tmp_path, precision=precision, max_epochs=2, max_steps=-1)
     assert torch.equal(weights(task), expected)
     assert precision.state_dict()["scale"] == scaler.get_scale()
     assert 0 < precision.skipped_updates < 14
@@ -152,7 +152,7 @@ def test_overflow_skips_only_the_affected_optimizer(tmp_path):
     before = weights(task.generator), weights(task.critic)
     precision = lumen.precision.Float16(init_scale=1024.0)
     trainer = bare_trainer(tmp_path, max_epochs=1, limit_train_batches=3, precision=precision)
-    trainer.fit(task, pair_loader(dtype=torch.float32))
+    trainer.fit(task, make_pair_loader(dtype=torch.float32))
     assert torch.equal(weights(task.generator), before[0])
     assert not torch.equal(weights(task.critic), before[1])
     assert trainer.global_step == 3
@@ -216,14 +216,14 @@ def test_clip_gradients_equals_torch_for_one_optimizer(tmp_path, algorithm, valu
             self.same += [torch.equal(each.grad, other) for each, other in left]
             theirs.step()
 
-    task, _ = trained(tmp_path, Clipping(torch.float32), max_steps=2)
+    task, _ = train_gan(tmp_path, Clipping(torch.float32), max_steps=2)
     assert task.same == [True] * 8
 
 
 # ---------------------------------------------------------------------- steps and checkpoints
 
 
-def newest(trainer):
+def find_newest(trainer):
     return Checkpoint.open(find_checkpoints(trainer.run_directory / "checkpoints")[-1])
 
 
@@ -249,13 +249,13 @@ def test_only_gradients_of_later_updates_are_saved(tmp_path):
         for max_steps in cuts:
             task = Late()
             trainer = quiet_trainer(tmp_path / name, max_steps=max_steps, resume="auto")
-            trainer.fit(task, pair_loader(64))
+            trainer.fit(task, make_pair_loader(64))
             if max_steps == 3:
-                saved = newest(trainer).state["optimizer"]["gradients"]
+                saved = find_newest(trainer).state["optimizer"]["gradients"]
                 assert [*saved] == [f"generator.{each}" for each, _ in task.generator.named_parameters()]
         ends.append(weights(task))
     assert torch.equal(*ends)
-    assert "gradients" not in newest(trainer).state["optimizer"]
+    assert "gradients" not in find_newest(trainer).state["optimizer"]
 
 
 def test_only_training_steps_with_updates_count(tmp_path):
@@ -263,7 +263,7 @@ def test_only_training_steps_with_updates_count(tmp_path):
     task = Gan(every=2)
     checkpoints = lumen.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
     trainer = quiet_trainer(tmp_path, max_steps=10, val_check_interval=5, callbacks=[checkpoints])
-    trainer.fit(task, pair_loader(), pair_loader())
+    trainer.fit(task, make_pair_loader(), make_pair_loader())
     assert trainer.global_step == 10
     names = [path.name for path in sorted((trainer.run_directory / "checkpoints").iterdir())]
     assert {"step-00000004", "step-00000008"} <= set(names)
@@ -288,8 +288,8 @@ def test_task_steps_schedulers_and_loop_settings_warn(tmp_path, caplog):
     task = Scheduled()
     trainer = quiet_trainer(tmp_path, max_epochs=2, log_level="WARNING")
     with caplog.at_level(logging.WARNING, logger="lumen"):
-        trainer.fit(task, pair_loader())
-    assert [group["lr"] for group in newest(trainer).state["optimizer"]["groups"]] == [0.01, 0.1 / 4]
+        trainer.fit(task, make_pair_loader())
+    assert [group["lr"] for group in find_newest(trainer).state["optimizer"]["groups"]] == [0.01, 0.1 / 4]
     assert "configure_optimizers returned frequency, interval, which manual optimization ignores" in caplog.text
 
 
@@ -309,7 +309,7 @@ def test_toggle_optimizer_freezes_others_and_restores_them(tmp_path):
 
     task = Toggling()
     with pytest.raises(TrainingError, match="made no optimizer step"):
-        bare_trainer(tmp_path, max_steps=1, limit_train_batches=1).fit(task, pair_loader())
+        bare_trainer(tmp_path, max_steps=1, limit_train_batches=1).fit(task, make_pair_loader())
     critic = [True, False, True, True]
     assert seen == [[True] * 4 + [False] * 4, [False] * 4 + critic]
     assert [each.requires_grad for each in task.parameters()] == [True] * 4 + critic
@@ -356,7 +356,7 @@ def test_hooks_are_called_around_each_backward_and_step(tmp_path):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
             calls.append(f"end {batch_idx}")
 
-    bare_trainer(tmp_path, max_steps=2, callbacks=[Watching()]).fit(Gan(every=2), pair_loader())
+    bare_trainer(tmp_path, max_steps=2, callbacks=[Watching()]).fit(Gan(every=2), make_pair_loader())
     backward = ["before backward", "after backward"]
     assert calls == [
         "start 0", *backward, "SGD", "end 0", "start 1", *backward, "SGD", *backward, "Adam", "end 1",
@@ -370,7 +370,7 @@ def test_a_hook_ends_the_epoch_before_the_step(tmp_path):
 
     task = Leaving()
     trainer = bare_trainer(tmp_path, max_epochs=3)
-    trainer.fit(task, pair_loader())
+    trainer.fit(task, make_pair_loader())
     assert task.indices == [0, 1] * 3
     assert trainer.global_step == 6
 
@@ -378,10 +378,10 @@ def test_a_hook_ends_the_epoch_before_the_step(tmp_path):
 def test_lumens_callbacks_see_its_steps(tmp_path):
     callbacks = [lumen.LearningRateMonitor(), lumen.ThroughputMonitor()]
     trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=callbacks, log_every_n_steps=1)
-    trainer.fit(Gan(every=2), pair_loader())
-    rows = rows_of(trainer.run_directory / "metrics.csv")
+    trainer.fit(Gan(every=2), make_pair_loader())
+    rows = read_rows(trainer.run_directory / "metrics.csv")
     assert [row["lr/group_1"] for row in rows if row["lr/group_1"]][:4] == ["0.1", "0.1", "0.1", "0.05"]
-    system = rows_of(trainer.run_directory / "system.csv")
+    system = read_rows(trainer.run_directory / "system.csv")
     assert [row["step"] for row in system] == ["1", "2", "3", "4"]
     assert all(float(row["samples_per_s"]) > 0 for row in system)
 
@@ -394,7 +394,7 @@ def test_an_error_in_a_step_leaves_nothing_frozen(tmp_path):
 
     task = Failing()
     with pytest.raises(ZeroDivisionError):
-        bare_trainer(tmp_path, max_steps=1).fit(task, pair_loader())
+        bare_trainer(tmp_path, max_steps=1).fit(task, make_pair_loader())
     assert all(parameter.requires_grad for parameter in task.parameters())
 
 
@@ -413,7 +413,7 @@ def test_exception_between_updates_saves_nothing(tmp_path, caplog, first):
 
     trainer = quiet_trainer(tmp_path, max_steps=9, callbacks=[lumen.OnExceptionCheckpoint()], log_level="WARNING")
     with pytest.raises(ZeroDivisionError), caplog.at_level(logging.WARNING, logger="lumen"):
-        trainer.fit(Failing(), pair_loader())
+        trainer.fit(Failing(), make_pair_loader())
     saved = [path.name for path in (trainer.run_directory / "checkpoints").glob("*")]
     assert saved == ([] if first else ["exception-step-00000003"])
     assert ("after an optimizer's update, so the step may be incomplete" in caplog.text) == first
@@ -440,7 +440,7 @@ def test_steps_can_be_called_without_a_trainer():
 )
 def test_manual_optimization_rejects_loop_settings(tmp_path, options, said):
     with pytest.raises(ConfigError, match=said):
-        bare_trainer(tmp_path, max_steps=1, **options).fit(Gan(), pair_loader())
+        bare_trainer(tmp_path, max_steps=1, **options).fit(Gan(), make_pair_loader())
 
 
 @pytest.mark.parametrize("call", ["manual_backward", "toggle_optimizer", "untoggle_optimizer"])
@@ -465,7 +465,7 @@ def test_step_of_a_raw_optimizer_is_rejected(tmp_path):
             return optimizers
 
     with pytest.raises(TrainingError, match=r"SGD.step was called .* self.optimizers\(\)"):
-        bare_trainer(tmp_path, max_steps=1).fit(Keeping(), pair_loader())
+        bare_trainer(tmp_path, max_steps=1).fit(Keeping(), make_pair_loader())
 
 
 def test_fp16_rejects_plain_backward(tmp_path):
@@ -478,7 +478,7 @@ def test_fp16_rejects_plain_backward(tmp_path):
         TrainingError, match=r"manual_backward was not called for its parameters.*instead of loss.backward\(\)"
     ):
         bare_trainer(tmp_path, max_steps=1, precision="fp16").fit(
-            Plain(torch.float32), pair_loader(dtype=torch.float32)
+            Plain(torch.float32), make_pair_loader(dtype=torch.float32)
         )
 
 
@@ -493,9 +493,9 @@ def test_detached_or_infinite_loss_raises(tmp_path):
             self.manual_backward(critic_loss(self.generator, self.critic, *batch) * torch.inf)
 
     with pytest.raises(TrainingError, match="without a gradient"):
-        bare_trainer(tmp_path, max_steps=1).fit(Lossless(), pair_loader())
+        bare_trainer(tmp_path, max_steps=1).fit(Lossless(), make_pair_loader())
     with pytest.raises(lumen.errors.NonFiniteLoss, match="step 1"):
-        bare_trainer(tmp_path, max_steps=1).fit(Infinite(), pair_loader())
+        bare_trainer(tmp_path, max_steps=1).fit(Infinite(), make_pair_loader())
 
 
 def test_several_optimizers_explain_both_ways(tmp_path):
@@ -505,7 +505,7 @@ def test_several_optimizers_explain_both_ways(tmp_path):
             self.automatic_optimization = True
 
     with pytest.raises(ConfigError, match=r"automatic_optimization = False.*MultiOptimizer"):
-        bare_trainer(tmp_path, max_steps=1).fit(Automatic(), pair_loader())
+        bare_trainer(tmp_path, max_steps=1).fit(Automatic(), make_pair_loader())
 
 
 # ---------------------------------------------------------------------- combinations of features

@@ -56,7 +56,7 @@ class Measured(Cramped):
         self.all.reset()
 
 
-def data(batch_size, samples=50):
+def make_data(batch_size, samples=50):
     return loader(samples, batch_size, shuffle=False, dtype=torch.float64)
 
 
@@ -64,15 +64,19 @@ def test_halved_validation_equals_batches_that_fit(tmp_path):
     """50 = 3 * 16 + 2: each batch of 16 becomes four of 4."""
     values = []
     for fits, batch_size, options in ((4, 16, {"halve_on_oom": True}), (4, 4, {}), (4, 4, {"halve_on_oom": True})):
-        values.append(bare_trainer(tmp_path, precision="fp64", **options).validate(Measured(fits), data(batch_size)))
+        values.append(
+            bare_trainer(tmp_path, precision="fp64", **options).validate(Measured(fits), make_data(batch_size))
+        )
     assert values[0] == values[1] == values[2]
     assert values[0][0]["updates"] == 13
 
 
 def test_hooks_see_the_whole_batch_once(tmp_path):
     notes, whole = Notes(), Notes()
-    bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, callbacks=notes).validate(Measured(3), data(16, 20))
-    bare_trainer(tmp_path, precision="fp64", callbacks=whole).validate(Measured(16), data(16, 20))
+    bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, callbacks=notes).validate(
+        Measured(3), make_data(16, 20)
+    )
+    bare_trainer(tmp_path, precision="fp64", callbacks=whole).validate(Measured(16), make_data(16, 20))
     assert [each[:4] for each in notes.seen] == [
         ("start", 0, 16), ("end", 0, 16, 16), ("start", 1, 4), ("end", 1, 4, 4)
     ]  # fmt: skip
@@ -87,7 +91,7 @@ def test_logged_step_values_cover_the_whole_batch(tmp_path):
     for name, fits in (("halves", 3), ("whole", 16)):
         trainer = quiet_trainer(tmp_path / name, precision="fp64", halve_on_oom=True, max_steps=1, val_check_interval=1)
         task = Measured(fits)
-        trainer.fit(task, data(16), data(16, 20))
+        trainer.fit(task, make_data(16), make_data(16, 20))
         lines = (tmp_path / name / "runs/run/metrics.csv").read_text().splitlines()
         found = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
         rows.append([float(row["early_step"]) for row in found if row.get("early_step")])
@@ -109,7 +113,7 @@ def test_halved_draws_are_repeatable_and_isolated(tmp_path):
 
         drawn = []
         trainer = bare_trainer(tmp_path, halve_on_oom=True, callbacks=Rows(), limit_val_batches=limit)
-        return trainer.validate(Drawn(fits), data(16, 20)), drawn
+        return trainer.validate(Drawn(fits), make_data(16, 20)), drawn
 
     first, again, whole = values(5, None), values(5, None), values(16, None)
     assert first == again
@@ -127,7 +131,7 @@ class Attempts(Cramped):
 
 def test_the_first_half_draws_what_the_attempt_drew(tmp_path):
     task = Attempts(4)
-    bare_trainer(tmp_path, halve_on_oom=True).validate(task, data(16, 16))
+    bare_trainer(tmp_path, halve_on_oom=True).validate(task, make_data(16, 16))
     sizes, numbers = zip(*task.drawn, strict=True)
     assert sizes == (16, 8, 4, 4, 4, 4)
     assert numbers[0] == numbers[1] == numbers[2]
@@ -136,19 +140,19 @@ def test_the_first_half_draws_what_the_attempt_drew(tmp_path):
 
 def test_known_oversize_is_not_retried(tmp_path):
     task = Attempts(4)
-    bare_trainer(tmp_path, halve_on_oom=True).validate(task, [data(16, 32), data(8, 8)])
+    bare_trainer(tmp_path, halve_on_oom=True).validate(task, [make_data(16, 32), make_data(8, 8)])
     assert [size for size, _ in task.drawn] == [16, 8, *[4] * 10]
 
 
 def test_halving_is_reported_once_per_run(tmp_path, caplog):
     trainer = bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, max_epochs=3, log_level="WARNING")
-    trainer.fit(Cramped(4), data(4, 8), val_dataloaders=data(16, 20))
+    trainer.fit(Cramped(4), make_data(4, 8), val_dataloaders=make_data(16, 20))
     assert caplog.text.count("Lumen evaluates this and later batches in halves") == 1
 
 
 def test_predictions_are_put_together(tmp_path):
-    halves = bare_trainer(tmp_path, precision="fp64", halve_on_oom=True).predict(Cramped(4), data(16))
-    small = bare_trainer(tmp_path, precision="fp64").predict(Cramped(4), data(4))
+    halves = bare_trainer(tmp_path, precision="fp64", halve_on_oom=True).predict(Cramped(4), make_data(16))
+    small = bare_trainer(tmp_path, precision="fp64").predict(Cramped(4), make_data(4))
     assert [len(each) for each in halves] == [16, 16, 16, 2]
     assert torch.equal(torch.cat(halves), torch.cat(small))
 
@@ -175,7 +179,7 @@ class Returning(Cramped):
 )
 def test_prediction_without_sample_dimension_raises(tmp_path, answer, found):
     with pytest.raises(ConfigError, match=rf"{found}.*Return tensors with the samples along dimension 0"):
-        bare_trainer(tmp_path, precision="fp64", halve_on_oom=True).predict(Returning(answer), data(6))
+        bare_trainer(tmp_path, precision="fp64", halve_on_oom=True).predict(Returning(answer), make_data(6))
 
 
 class Named(NamedTuple):
@@ -240,7 +244,7 @@ def test_batch_with_unknown_samples_raises(tmp_path, collate, found):
 
 def test_without_the_flag_the_error_says_what_helps(tmp_path):
     with pytest.raises(torch.OutOfMemoryError, match="100 GiB") as caught:
-        bare_trainer(tmp_path, precision="fp64").validate(Cramped(4), data(16))
+        bare_trainer(tmp_path, precision="fp64").validate(Cramped(4), make_data(16))
     assert caught.value.__notes__[0].startswith(
         "Trainer(halve_on_oom=True) evaluates a batch that does not fit in halves. A smaller batch_"
     )
@@ -248,6 +252,6 @@ def test_without_the_flag_the_error_says_what_helps(tmp_path):
 
 def test_oversized_sample_ends_the_evaluation(tmp_path, caplog):
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, log_level="WARNING").validate(Cramped(0), data(16))
+        bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, log_level="WARNING").validate(Cramped(0), make_data(16))
     assert caught.value.__notes__[0] == "A single sample does not fit into memory, so halve_on_oom cannot help."
     assert caplog.text.count("Lumen evaluates this and later batches in halves") == 1

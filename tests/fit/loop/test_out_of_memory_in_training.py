@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import DataError
 from tests.helpers.limited_memory import Cramped, Weighed, WeighedBefore
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer, regression_data, weights
 
 
-def data(batch_size, dtype=torch.float64):
+def make_data(batch_size, dtype=torch.float64):
     return loader(50, batch_size, dtype=dtype)
 
 
@@ -22,12 +22,12 @@ def train(tmp_path, task, batch_size, name="run", **options):
     """Return the task, trained for some steps of 16 samples."""
     options = {"max_epochs": 3, "precision": "fp64", "global_batch_size": 16, "log_every_n_steps": 1} | options
     trainer = quiet_trainer(tmp_path / name, **options)
-    trainer.fit(task, data(batch_size, next(task.parameters()).dtype))
+    trainer.fit(task, make_data(batch_size, next(task.parameters()).dtype))
     return trainer
 
 
 def rows(tmp_path, name):
-    return rows_of(tmp_path / name / "runs/run/metrics.csv")
+    return read_rows(tmp_path / name / "runs/run/metrics.csv")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ class Uneven(Cramped):
         return super().training_step(batch), weight
 
 
-def light_first(dtype=torch.float64):
+def make_light_first_loader(dtype=torch.float64):
     """Return eight samples; in halves, the first half weighs little or nothing."""
     inputs, targets = regression_data(8, dtype)
     inputs[:4, 0], inputs[4:, 0] = -inputs[:4, 0].abs(), inputs[4:, 0].abs()
@@ -69,7 +69,7 @@ def light_first(dtype=torch.float64):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_first_half_of_weight_0_changes_nothing(tmp_path, where):
-    halved, by_hand, (inputs, targets) = Uneven(4, where), Cramped(), light_first()
+    halved, by_hand, (inputs, targets) = Uneven(4, where), Cramped(), make_light_first_loader()
     batches = DataLoader(TensorDataset(inputs, targets), 8)
     bare_trainer(tmp_path, max_steps=1, precision="fp64", halve_on_oom=True).fit(halved, batches)
     optimizer = by_hand.configure_optimizers()
@@ -84,7 +84,9 @@ def test_light_first_halves_skip_no_fp16_updates(tmp_path):
         task, notes = Uneven(fits).float(), Notes()
         task.little = 1.0
         options = {"max_steps": 4, "precision": "fp16", "halve_on_oom": True, "callbacks": notes}
-        bare_trainer(tmp_path, **options).fit(task, DataLoader(TensorDataset(*light_first(torch.float32)), 8))
+        bare_trainer(tmp_path, **options).fit(
+            task, DataLoader(TensorDataset(*make_light_first_loader(torch.float32)), 8)
+        )
         seen.append(len(notes.losses))
     assert seen[1] <= seen[0] + 1
 
@@ -271,7 +273,7 @@ def test_batch_size_search_finds_one_that_fits_whole(tmp_path):
             self.batch_size = 2
 
         def train_dataloader(self):
-            return data(self.batch_size)
+            return make_data(self.batch_size)
 
     trainer = bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, max_steps=2)
     assert lumen.Tuner(trainer).scale_batch_size(Cramped(8), datamodule=Loading()) == 8

@@ -45,16 +45,16 @@ class Every(Regression):
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule_of(optimizer), "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": get_schedule(optimizer), "interval": "step"}}
 
 
 class Plain(Regression):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule_of(optimizer), "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": get_schedule(optimizer), "interval": "step"}}
 
 
-def schedule_of(optimizer):
+def get_schedule(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 

@@ -449,7 +449,7 @@ class Classification(lumen.TaskModule):
         self.feed, self.options = feed, options
 
     def follow(self, metrics, prefix, batch):
-        scores, classes = self.net(batch[0]), class_of(batch[1])
+        scores, classes = self.net(batch[0]), compute_class(batch[1])
         if self.feed == "update":
             metrics.update(scores, classes)
         else:
@@ -472,14 +472,14 @@ class Classification(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)  # the model still exists, so its metrics can be recomputed
 
 
-def class_of(targets):
+def compute_class(targets):
     return (targets.squeeze(1) > -0.5).long() + (targets.squeeze(1) > 0.5).long()
 
 
-def metric_of(metric, task, samples):
+def compute_metric(metric, task, samples):
     inputs, targets = regression_data(samples)
     with torch.no_grad():
-        return metric.clone()(task.net(inputs), class_of(targets))
+        return metric.clone()(task.net(inputs), compute_class(targets))
 
 
 @pytest.mark.parametrize("feed", ["update", "forward"])
@@ -491,10 +491,10 @@ def test_metric_is_computed_once_per_epoch(tmp_path, feed, accumulate):
         tmp_path, task, loader(50, 8), max_epochs=3, accumulate_grad_batches=accumulate, val_check_interval=0.5,
         num_sanity_val_steps=2, val_dataloaders=loader(21, 4),
     )  # fmt: skip
-    assert [value for _, value in memory.of("train_metric")] == [metric_of(metric, task, 50).item()] * 3
-    assert [value for _, value in memory.of("val_metric")] == [metric_of(metric, task, 21).item()] * 6
+    assert [value for _, value in memory.of("train_metric")] == [compute_metric(metric, task, 50).item()] * 3
+    assert [value for _, value in memory.of("val_metric")] == [compute_metric(metric, task, 21).item()] * 6
     assert task.train_metrics.update_count == task.val_metrics.update_count == 0
-    assert trainer.test(Evaluated(task), loader(33, 4)) == [{"test_metric": metric_of(metric, task, 33).item()}]
+    assert trainer.test(Evaluated(task), loader(33, 4)) == [{"test_metric": compute_metric(metric, task, 33).item()}]
 
 
 class Evaluated(lumen.TaskModule):
@@ -503,7 +503,7 @@ class Evaluated(lumen.TaskModule):
         self.task = task
 
     def test_step(self, batch):
-        self.task.val_metrics.update(self.task.net(batch[0]), class_of(batch[1]))
+        self.task.val_metrics.update(self.task.net(batch[0]), compute_class(batch[1]))
         self.log("test_metric", self.task.val_metrics)
 
 
@@ -521,9 +521,9 @@ def test_a_collection_is_logged_by_log_dict(tmp_path, feed, itself):
     )
     task = Classification(feed, collection, itself)
     memory, _ = fit(tmp_path, task, loader(50, 8), max_epochs=3, val_dataloaders=loader(21, 4))
-    for name, value in metric_of(collection, task, 50).items():
+    for name, value in compute_metric(collection, task, 50).items():
         assert [found for _, found in memory.of(f"train_{name}")] == [value.item()] * 3
-    for name, value in metric_of(collection, task, 21).items():
+    for name, value in compute_metric(collection, task, 21).items():
         assert [found for _, found in memory.of(f"val_{name}")] == [value.item()] * 3
 
 

@@ -26,13 +26,13 @@ ORIGINS = Surnames().origins
 LAYERS = ["bert.bert.encoder.layer.1", "bert.bert.encoder.layer.0", "bert.bert.embeddings"]
 
 
-def classifier():
+def make_classifier():
     torch.manual_seed(0)
     return BertClassifier(ORIGINS, CONFIG, warmup_steps=2)
 
 
 def test_padding_does_not_change_the_logits():
-    model = classifier().eval()
+    model = make_classifier().eval()
     names = ["Ek", "Hundertwasser", "Šimková"]
     for name, logits in zip(names, model(pad(names)[0]), strict=True):
         torch.testing.assert_close(model(pad([name])[0])[0], logits)
@@ -66,7 +66,7 @@ class Recording(GradualUnfreezing):
 
 
 def train(folder, epochs, stop_at=None, callbacks=(), **options):
-    task, recorded = classifier(), Recording(stop_at)
+    task, recorded = make_classifier(), Recording(stop_at)
     trainer = quiet_trainer(folder, max_epochs=epochs, callbacks=[recorded, *callbacks], **options)
     trainer.fit(task, Surnames(labelled=24, batch_size=8))
     return task, trainer, recorded.seen

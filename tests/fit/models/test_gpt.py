@@ -20,7 +20,7 @@ def gpt():
     return GPT(VOCABULARY, block_size=8, preset="gpt-nano").eval()
 
 
-def tokens(*shape):
+def make_tokens(*shape):
     return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
 
 
@@ -78,11 +78,11 @@ def test_a_width_that_heads_cannot_share_is_refused():
 
 def test_a_sequence_longer_than_the_block_is_refused(gpt):
     with pytest.raises(ConfigError, match=r"9 tokens, but the model has 8 positions"):
-        gpt(tokens(1, 9))
+        gpt(make_tokens(1, 9))
 
 
 def test_logits_depend_only_on_earlier_tokens(gpt):
-    ids = tokens(1, 8)
+    ids = make_tokens(1, 8)
     before = gpt(ids)
     for position in range(8):
         changed = ids.clone()
@@ -92,12 +92,12 @@ def test_logits_depend_only_on_earlier_tokens(gpt):
 
 
 def test_an_untrained_model_knows_nothing(gpt):
-    inputs, targets = tokens(64, 8), tokens(64, 8).flip(0)
+    inputs, targets = make_tokens(64, 8), make_tokens(64, 8).flip(0)
     assert gpt.loss([inputs, targets]).item() == pytest.approx(math.log(VOCABULARY), rel=0.02)
 
 
 def test_the_loss_is_the_mean_over_tokens(gpt):
-    inputs, targets = tokens(3, 8), tokens(3, 8).flip(0)
+    inputs, targets = make_tokens(3, 8), make_tokens(3, 8).flip(0)
     likelihood = gpt(inputs).softmax(-1).gather(-1, targets.unsqueeze(-1))
     torch.testing.assert_close(gpt.training_step([inputs, targets]), -likelihood.log().mean())
 
@@ -126,7 +126,7 @@ def test_attention_is_the_softmax_over_what_came_before():
 
 def test_dropout_works_in_training_only():
     gpt = GPT(VOCABULARY, preset="gpt-nano", dropout=0.5)
-    ids = tokens(1, 8)
+    ids = make_tokens(1, 8)
     assert not torch.equal(gpt(ids), gpt(ids))
     gpt.eval()
     assert torch.equal(gpt(ids), gpt(ids))
@@ -148,7 +148,7 @@ def test_dropout_probabilities_are_set_separately():
 
 @pytest.mark.parametrize("part", ["embd_pdrop", "resid_pdrop", "attn_pdrop"])
 def test_each_dropout_alone_draws(part):
-    ids, same = tokens(1, 8), GPT(VOCABULARY, preset="gpt-nano")
+    ids, same = make_tokens(1, 8), GPT(VOCABULARY, preset="gpt-nano")
     gpt = GPT(VOCABULARY, preset="gpt-nano", **{part: 0.5})
     gpt.load_state_dict(same.state_dict())
     assert not torch.equal(gpt(ids), gpt(ids))
@@ -157,7 +157,7 @@ def test_each_dropout_alone_draws(part):
 
 def test_each_dropout_acts_where_gpt2_has_it():
     """A probability of 1 drops a part completely, so that the rest can be computed by hand."""
-    ids = tokens(2, 8)
+    ids = make_tokens(2, 8)
 
     def transformer(**parts):
         torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_each_dropout_acts_where_gpt2_has_it():
 
 
 def test_ignored_targets_count_nothing(gpt):
-    inputs, targets = tokens(3, 8), tokens(3, 8).flip(0)
+    inputs, targets = make_tokens(3, 8), make_tokens(3, 8).flip(0)
     padded = targets.clone()
     padded[0, 3:] = padded[2, 1:] = -1
     skipping = GPT(VOCABULARY, block_size=8, preset="gpt-nano", ignore_index=-1).eval()
@@ -262,7 +262,7 @@ def test_learning_rate_warms_up_and_follows_a_cosine():
 
 
 def test_greedy_generation_is_most_likely_and_deterministic(gpt):
-    prompt = tokens(2, 3)
+    prompt = make_tokens(2, 3)
     text = gpt.generate(prompt, 20, greedy=True)
     assert text.shape == (2, 23)
     assert torch.equal(text[:, :3], prompt)
@@ -272,7 +272,7 @@ def test_greedy_generation_is_most_likely_and_deterministic(gpt):
 
 
 def test_only_the_last_block_of_a_prompt_counts(gpt):
-    prompt = tokens(1, 30)
+    prompt = make_tokens(1, 30)
     text = gpt.generate(prompt, 10, greedy=True)
     assert torch.equal(text[:, :30], prompt)
     assert torch.equal(text[:, 30:], gpt.generate(prompt[:, -8:], 10, greedy=True)[:, 8:])
@@ -280,7 +280,7 @@ def test_only_the_last_block_of_a_prompt_counts(gpt):
 
 def test_sampling_follows_the_probabilities(gpt):
     gpt.transformer.tokens.weight.data.mul_(20)  # far from uniform
-    prompt = tokens(1, 4)
+    prompt = make_tokens(1, 4)
     torch.manual_seed(0)
     drawn = gpt.generate(prompt.expand(4000, 4), 1, temperature=2.0)[:, -1]
     expected = (gpt(prompt)[0, -1] / 2).softmax(-1)
@@ -290,7 +290,7 @@ def test_sampling_follows_the_probabilities(gpt):
 
 
 def test_top_k_leaves_only_the_k_likeliest(gpt):
-    prompt = tokens(1, 4)
+    prompt = make_tokens(1, 4)
     drawn = gpt.generate(prompt.expand(1000, 4), 1, top_k=3)[:, -1]
     assert set(drawn.tolist()) == set(gpt(prompt)[0, -1].topk(3).indices.tolist())
     assert torch.equal(gpt.generate(prompt, 9, top_k=1), gpt.generate(prompt, 9, greedy=True))
@@ -301,14 +301,14 @@ def test_the_same_random_state_writes_the_same_text(gpt):
     texts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        texts.append(gpt.generate(tokens(1, 1), 50))
+        texts.append(gpt.generate(make_tokens(1, 1), 50))
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
 
 
 def test_a_temperature_of_zero_is_refused(gpt):
     with pytest.raises(ConfigError, match="set greedy"):
-        gpt.generate(tokens(1, 1), 1, temperature=0.0)
+        gpt.generate(make_tokens(1, 1), 1, temperature=0.0)
 
 
 # -------------------------------------------------------------------- training

@@ -16,9 +16,9 @@ from models.lora_gpt2 import LoraAnswers
 from models.packed_gpt2 import Answers
 from tests.helpers import ROOT
 from tests.helpers.cli import run_model
-from tests.helpers.tables import rows_of
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import quiet_trainer, weights
-from tests.helpers.working_directory import commands_in
+from tests.helpers.working_directory import find_commands
 
 CONFIG = {"vocab_size": 256, "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2}
 NAMES = {r"^gpt\.": "gpt.base_model.model.", r"\.(c_attn|c_fc)\.": r".\1.base_layer."}
@@ -82,7 +82,7 @@ def test_commands_that_lora_runs_print_run(capsys):
     config["trainer"] |= {"init_from": None, "max_epochs": 1, "limit_val_batches": 1, "logger": True}
     Path("lora.yaml").write_text(yaml.safe_dump(config))
     assert main(["fit", "--config", "lora.yaml"]) == 0
-    printed = commands_in(capsys.readouterr().err)
+    printed = find_commands(capsys.readouterr().err)
     assert printed.keys() >= {"curves", "weights"}
     for command in printed.values():
         assert main(shlex.split(command)[1:]) == 0, command
@@ -97,15 +97,15 @@ class Failing(lumen.Callback):
             raise RuntimeError("the power fails")
 
 
-def nats(root, name):
-    return [float(row["val_loss"]) for row in rows_of(root / name / "metrics.csv") if row["val_loss"]]
+def read_loss_nats(root, name):
+    return [float(row["val_loss"]) for row in read_rows(root / name / "metrics.csv") if row["val_loss"]]
 
 
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
 def test_packed_model_learns_and_adapter_improves_finnish_names(tmp_path, capsys):
     run_model("fit", "packed_gpt2", tmp_path)
-    assert nats(tmp_path, "packed_gpt2")[-1] <= 2.0
+    assert read_loss_nats(tmp_path, "packed_gpt2")[-1] <= 2.0
     capsys.readouterr()
     run_model("predict", "packed_gpt2", tmp_path, "--ckpt_path=last")
     said = capsys.readouterr().out.splitlines()[-8:]
@@ -114,4 +114,4 @@ def test_packed_model_learns_and_adapter_improves_finnish_names(tmp_path, capsys
     values = tmp_path / "values.json"
     run_model("validate", "packed_gpt2", tmp_path, "--ckpt_path=last", "--data.only=Finnish", f"--output={values}")
     run_model("fit", "lora_gpt2", tmp_path, f"--trainer.init_from.path={tmp_path}/packed_gpt2")
-    assert nats(tmp_path, "lora_gpt2")[-1] <= json.loads(values.read_text())[0]["val_loss"] - 0.07
+    assert read_loss_nats(tmp_path, "lora_gpt2")[-1] <= json.loads(values.read_text())[0]["val_loss"] - 0.07

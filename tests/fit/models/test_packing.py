@@ -14,32 +14,32 @@ STILL = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 NAMES = ["Ek", "Hundertwasser", "Mäkelä", "Li", "Kipchoge", "Šimková", "Vivaldi"]
 
 
-def answers(**config):
+def make_answers(**config):
     torch.manual_seed(0)
     return Answers(CONFIG | STILL | config, warmup_steps=2)
 
 
-def texts(names=NAMES):
+def read_texts(names=NAMES):
     return [(request("Finnish"), [*name.encode(), END]) for name in names]
 
 
-def gradients(task):
+def compute_gradients(task):
     return {name: each.grad.clone() for name, each in task.named_parameters()}
 
 
 @pytest.mark.parametrize("request_weight", [0.0, 0.25])
 @pytest.mark.parametrize("row", [24, 40, 64])
 def test_packing_keeps_loss_and_gradients(row, request_weight):
-    task = answers().double()
-    packed = pack(texts(), row, request_weight)
+    task = make_answers().double()
+    packed = pack(read_texts(), row, request_weight)
     assert len(packed["ids"]) < len(NAMES) or row == 24
     loss = task.loss(packed)
     loss.backward()
-    found = gradients(task)
+    found = compute_gradients(task)
 
     task.zero_grad()
     total, count = 0.0, 0.0
-    for asked, answer in texts():
+    for asked, answer in read_texts():
         ids = torch.tensor([asked + answer])
         nats = F.cross_entropy(task.gpt(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none")
         counts = torch.tensor([request_weight] * (len(asked) - 1) + [1.0] * len(answer), dtype=torch.float64)
@@ -47,7 +47,7 @@ def test_packing_keeps_loss_and_gradients(row, request_weight):
     (total / count).backward()
     assert packed["weight"] == pytest.approx(count.item())
     torch.testing.assert_close(loss, total / count, rtol=0, atol=1e-12)
-    for name, gradient in gradients(task).items():
+    for name, gradient in compute_gradients(task).items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
 
 
@@ -82,11 +82,11 @@ def test_tokens_attend_only_within_their_text():
 
 def test_text_longer_than_a_row_raises():
     with pytest.raises(DataError, match=r"a text has 22 tokens, a row has 20\. Make data\.row larger"):
-        pack(texts(), 20)
+        pack(read_texts(), 20)
 
 
 def train(folder, batch_size, accumulate, **options):
-    task = answers().double()
+    task = make_answers().double()
     trainer = bare_trainer(folder, accumulate_grad_batches=accumulate, limit_val_batches=0, **options)
     trainer.fit(task, PackedSurnames(batch_size=batch_size, row=64, labelled=96, request_weight=0.25))
     return weights(task)

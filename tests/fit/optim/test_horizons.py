@@ -40,15 +40,15 @@ class Planned(Regression):
         return [optimizer], [{"scheduler": self.schedule(optimizer), **self.options}]
 
 
-def planned(schedule, options, kind=Planned):
+def plan_schedule(schedule, options, kind=Planned):
     task = kind()
     task.schedule, task.options = schedule, options
     return task
 
 
-def said(tmp_path, caplog, schedule, options=None, samples=400, **length):
+def collect_warnings(tmp_path, caplog, schedule, options=None, samples=400, **length):
     """Return the warnings about a schedule in a run with 100 steps an epoch."""
-    task = planned(schedule, options or {})
+    task = plan_schedule(schedule, options or {})
     length = {"limit_train_batches": 100} | length
     trainer = quiet_trainer(tmp_path, logger=False, enable_checkpointing=False, log_level="WARNING", **length)
     with caplog.at_level(logging.WARNING, "lumen"):
@@ -93,7 +93,7 @@ def warmed(optimizer):
 )  # fmt: skip
 def test_certain_schedule_mistake_raises_before_training(tmp_path, caplog, schedule, options, length, message):
     with pytest.raises(ConfigError, match=message):
-        said(tmp_path, caplog, schedule, options, **length)
+        collect_warnings(tmp_path, caplog, schedule, options, **length)
 
 
 # ---------------------------------------------------------------------- probable mistakes
@@ -130,7 +130,7 @@ def test_certain_schedule_mistake_raises_before_training(tmp_path, caplog, sched
     ],
 )  # fmt: skip
 def test_a_schedule_that_hardly_fits_is_one_warning(tmp_path, caplog, schedule, options, length, message):
-    (warning,) = said(tmp_path, caplog, schedule, options, **length)
+    (warning,) = collect_warnings(tmp_path, caplog, schedule, options, **length)
     assert message in warning
     assert warning.startswith("lr_scheduler: ")
 
@@ -173,24 +173,24 @@ def test_a_schedule_that_hardly_fits_is_one_warning(tmp_path, caplog, schedule, 
     ],
 )  # fmt: skip
 def test_a_schedule_that_fits_is_left_in_peace(tmp_path, caplog, schedule, options, length):
-    assert said(tmp_path, caplog, schedule, options, **length) == []
+    assert collect_warnings(tmp_path, caplog, schedule, options, **length) == []
 
 
 @pytest.mark.parametrize("length", [{"max_time": "00:00:01:00"}, {"max_steps": 10**6, "max_time": "00:00:01:00"}])
 @pytest.mark.parametrize("options", [STEP, EPOCH])
 def test_time_limited_run_is_not_judged(tmp_path, caplog, length, options):
-    assert said(tmp_path, caplog, lambda o: OneCycleLR(o, 0.1, total_steps=20), options, **length) == []
+    assert collect_warnings(tmp_path, caplog, lambda o: OneCycleLR(o, 0.1, total_steps=20), options, **length) == []
 
 
 @pytest.mark.parametrize("options", [STEP, EPOCH])
 def test_nothing_is_said_in_a_fast_dev_run(tmp_path, caplog, options):
     for schedule in (lambda o: OneCycleLR(o, 0.1, total_steps=1000), lambda o: StepLR(o, 30)):
-        assert said(tmp_path, caplog, schedule, options, fast_dev_run=True, max_epochs=10) == []
+        assert collect_warnings(tmp_path, caplog, schedule, options, fast_dev_run=True, max_epochs=10) == []
 
 
 def test_loader_without_length_is_judged_by_epochs(tmp_path, caplog):
     def stream(schedule, options, **length):
-        task = planned(schedule, options)
+        task = plan_schedule(schedule, options)
         trainer = quiet_trainer(
             tmp_path, logger=False, enable_checkpointing=False, log_level="WARNING", **length
         )  # fmt: skip
@@ -214,7 +214,7 @@ class Whole(Planned):
 
 def train_to(tmp_path, schedule, steps, **options):
     trainer = quiet_trainer(tmp_path, max_steps=steps, log_level="WARNING", **options)
-    trainer.fit(planned(lambda o: schedule(o, steps), STEP, Whole), loader(40, 4))
+    trainer.fit(plan_schedule(lambda o: schedule(o, steps), STEP, Whole), loader(40, 4))
 
 
 def one_cycle(optimizer, steps):

@@ -15,9 +15,9 @@ from lumen.checkpoint import find_checkpoints
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 from tests.helpers import ROOT
-from tests.helpers.checkpoints import same
-from tests.helpers.optim_multi import PAIRS, Both, inner, made
-from tests.helpers.tasks import Regression, backward, bare_trainer, loader, network, quiet_trainer, weights
+from tests.helpers.checkpoints import is_same_tensor
+from tests.helpers.optim_multi import PAIRS, Both, make_inner_optimizers, make_task
+from tests.helpers.tasks import Regression, backpropagate, bare_trainer, loader, network, quiet_trainer, weights
 
 WRAPS = {
     "alone": MultiOptimizer,
@@ -27,7 +27,7 @@ WRAPS = {
 }
 
 
-def bits(optimizer, module):
+def read_state(optimizer, module):
     """Return state and options of every parameter, by name."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     state = {names[parameter]: dict(entries) for parameter, entries in optimizer.state.items()}
@@ -43,7 +43,7 @@ class Scheduled(Both):
     scheduled = "both"
 
     def configure_optimizers(self):
-        optimizer = MultiOptimizer(inner(self, self.kinds))
+        optimizer = MultiOptimizer(make_inner_optimizers(self, self.kinds))
         moved = [optimizer] if self.scheduled == "both" else [optimizer.optimizers[1]]
         return [optimizer], [{"scheduler": StepLR(each, 2, 0.5), "interval": "step"} for each in moved]
 
@@ -51,13 +51,13 @@ class Scheduled(Both):
 @pytest.mark.parametrize("scheduled", ["both", "the second"])
 @pytest.mark.parametrize("kinds", PAIRS)
 def test_multi_optimizer_equals_stepping_each(tmp_path, kinds, scheduled):
-    task = made(Scheduled, kinds=kinds, scheduled=scheduled)
+    task = make_task(Scheduled, kinds=kinds, scheduled=scheduled)
     trainer = bare_trainer(tmp_path, max_epochs=2, gradient_clip_val=0.3)
     trainer.fit(task, loader(40, shuffle=False))
     assert trainer.global_step == 10
 
-    by_hand = made(Scheduled, kinds=kinds, scheduled=scheduled)
-    optimizers = inner(by_hand, kinds)
+    by_hand = make_task(Scheduled, kinds=kinds, scheduled=scheduled)
+    optimizers = make_inner_optimizers(by_hand, kinds)
     held = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     schedules = [StepLR(each, 2, 0.5) for each in (optimizers if scheduled == "both" else optimizers[1:])]
     for inputs, targets in [*loader(40, shuffle=False)] * 2:
@@ -67,14 +67,14 @@ def test_multi_optimizer_equals_stepping_each(tmp_path, kinds, scheduled):
             each.step()
         by_hand.zero_grad()
     assert torch.equal(weights(task), weights(by_hand))
-    state, groups = bits(trainer.optimizers[0], task)
-    expected = [bits(each, by_hand) for each in optimizers]
-    assert same(state, expected[0][0] | expected[1][0])
+    state, groups = read_state(trainer.optimizers[0], task)
+    expected = [read_state(each, by_hand) for each in optimizers]
+    assert is_same_tensor(state, expected[0][0] | expected[1][0])
     assert groups == expected[0][1] + expected[1][1]
 
 
 def fit(tmp_path, *, task=None, **options):
-    trained = made(dropout=0.1, **(task or {}))
+    trained = make_task(dropout=0.1, **(task or {}))
     trainer = quiet_trainer(tmp_path, **{"max_steps": 20, "gradient_clip_val": 0.3} | options)
     trainer.fit(trained, loader())
     return trainer, trained
@@ -100,7 +100,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, task, precision):
         trainer, last = fit(tmp_path, max_steps=cut, resume="auto", **options)
     assert torch.equal(weights(last), weights(whole))
     (state, groups), (whole_state, whole_groups) = (
-        bits(each.optimizers[0], module) for each, module in ((trainer, last), (whole_trainer, whole))
+        read_state(each.optimizers[0], module) for each, module in ((trainer, last), (whole_trainer, whole))
     )
     assert (
         state.keys()
@@ -108,7 +108,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, task, precision):
         == {name for name, _ in last.named_parameters()}
         - ({"net.0.bias", "net.3.bias"} if task.get("kinds") == "foreach AdamW, SGD" else set())
     )
-    assert all(same(state[name], whole_state[name]) for name in state)
+    assert all(is_same_tensor(state[name], whole_state[name]) for name in state)
     assert groups == whole_groups
     assert groups[0].keys() != groups[1].keys()
 
@@ -124,7 +124,7 @@ class ByEpochs(Both):
             signal.raise_signal(signal.SIGINT)
 
     def configure_optimizers(self):
-        optimizer = self.wrap(inner(self, self.kinds))
+        optimizer = self.wrap(make_inner_optimizers(self, self.kinds))
         return [optimizer], [StepLR(optimizer.optimizers[1], 1, 0.5)]
 
 
@@ -132,7 +132,7 @@ def test_schedule_due_on_resume_causes_no_warning(tmp_path):
     """The run stops after an epoch's last step, before the first move of the schedule: torch must not warn."""
 
     def train(folder, **options):
-        task = made(ByEpochs, **options)
+        task = make_task(ByEpochs, **options)
         trainer = quiet_trainer(folder, max_epochs=2, num_sanity_val_steps=0, resume="auto")
         trainer.fit(task, loader(40), val_dataloaders=loader(8))
         return trainer, task
@@ -151,19 +151,19 @@ def test_an_overflow_skips_both(tmp_path):
 
     class Watched(Both):
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            state = {name: entries.copy() for name, entries in bits(self.optimizers(), self)[0].items()}
+            state = {name: entries.copy() for name, entries in read_state(self.optimizers(), self)[0].items()}
             each = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
             seen.append((self.global_step, each, deepcopy(state)))
 
     trainer = quiet_trainer(tmp_path, max_steps=9, precision="fp16", gradient_clip_val=0.3)
-    trainer.fit(made(Watched, overflow=3e3), loader())
+    trainer.fit(make_task(Watched, overflow=3e3), loader())
     assert trainer.global_step == 9
     skipped = 0
     for (step, before, state), (next_step, after, next_state) in pairwise(seen):
         if step == next_step:
             skipped += 1
-            assert same(before, after)
-            assert same(state, next_state)
+            assert is_same_tensor(before, after)
+            assert is_same_tensor(state, next_state)
         else:
             assert not any(torch.equal(before[name], after[name]) for name in before)
             assert next_state["net.0.bias"]["step"] == next_step
@@ -179,16 +179,16 @@ def test_an_overflow_skips_both(tmp_path):
 @pytest.mark.parametrize("around", ["both", "each"])
 def test_lookahead_around_both_is_lookahead_around_each(around):
     net, reference = network(dtype=torch.float64), network(dtype=torch.float64)
-    first, second = inner(net)
+    first, second = make_inner_optimizers(net)
     if around == "both":
         optimizer = Lookahead(MultiOptimizer([first, second]), k=3)
     else:
         optimizer = MultiOptimizer([Lookahead(first, k=3), Lookahead(second, k=3)])
-    expected = [Lookahead(each, k=3) for each in inner(reference)]
+    expected = [Lookahead(each, k=3) for each in make_inner_optimizers(reference)]
     for _ in range(7):
-        backward(net)
+        backpropagate(net)
         optimizer.step()
-        backward(reference)
+        backpropagate(reference)
         for each in expected:
             each.step()
     assert torch.equal(weights(net), weights(reference))
@@ -197,7 +197,7 @@ def test_lookahead_around_both_is_lookahead_around_each(around):
 
 def test_groups_and_state_are_those_inside():
     net = network(dtype=torch.float64)
-    first, second = inner(net)
+    first, second = make_inner_optimizers(net)
     optimizer = MultiOptimizer([first, second])
     assert all(ours is theirs for ours, theirs in zip(
         optimizer.param_groups, first.param_groups + second.param_groups, strict=True
@@ -205,7 +205,7 @@ def test_groups_and_state_are_those_inside():
     assert len(optimizer.state) == 0
     assert optimizer.state.get(net[0].weight) is None
     assert net[0].weight not in optimizer.state
-    backward(net)
+    backpropagate(net)
     optimizer.step()
     assert [*optimizer.state] == [net[0].weight, net[3].weight, net[0].bias, net[3].bias]
     assert optimizer.state[net[0].weight] is first.state[net[0].weight]
@@ -221,12 +221,12 @@ def test_groups_and_state_are_those_inside():
 
 def test_a_closure_is_evaluated_once_for_all():
     net, reference = network(dtype=torch.float64), network(dtype=torch.float64)
-    optimizer, expected, losses = MultiOptimizer(inner(net)), inner(reference), []
+    optimizer, expected, losses = MultiOptimizer(make_inner_optimizers(net)), make_inner_optimizers(reference), []
     with torch.no_grad():
         for _ in range(3):
-            losses.append(optimizer.step(lambda: backward(net)).item())
+            losses.append(optimizer.step(lambda: backpropagate(net)).item())
     for loss in losses:
-        assert backward(reference).item() == loss
+        assert backpropagate(reference).item() == loss
         for each in expected:
             each.step()
     assert torch.equal(weights(net), weights(reference))
@@ -235,18 +235,18 @@ def test_a_closure_is_evaluated_once_for_all():
 @pytest.mark.parametrize("wrap", [MultiOptimizer, lambda each: Lookahead(MultiOptimizer(each), 3)], ids=["it", "ahead"])
 def test_torchs_own_state_dict_restores_every_bit(wrap):
     net, copy = network(dtype=torch.float64), network(dtype=torch.float64)
-    optimizer, other = wrap(inner(net)), wrap(inner(copy))
+    optimizer, other = wrap(make_inner_optimizers(net)), wrap(make_inner_optimizers(copy))
     for step in range(10):
         if step == 4:
             copy.load_state_dict(net.state_dict())
             other.load_state_dict(deepcopy(optimizer.state_dict()))
-        backward(net)
+        backpropagate(net)
         optimizer.step()
     for _ in range(4, 10):
-        backward(copy)
+        backpropagate(copy)
         other.step()
     assert torch.equal(weights(net), weights(copy))
-    assert same(*(bits(each, module)[0] for each, module in ((optimizer, net), (other, copy))))
+    assert is_same_tensor(*(read_state(each, module)[0] for each, module in ((optimizer, net), (other, copy))))
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["", "scheduled"])
@@ -254,12 +254,12 @@ def test_torchs_own_state_dict_restores_every_bit(wrap):
 def test_deepcopied_optimizer_steps_only_its_parameters(wrap, scheduled):
     def step(net, optimizer, times):
         for _ in range(times):
-            backward(net)
+            backpropagate(net)
             optimizer.step()
         return weights(net)
 
     net = network(dtype=torch.float64)
-    optimizer = wrap(inner(net))
+    optimizer = wrap(make_inner_optimizers(net))
     if scheduled:
         StepLR(optimizer, 2, 0.5)
     before = step(net, optimizer, 2)
@@ -268,17 +268,17 @@ def test_deepcopied_optimizer_steps_only_its_parameters(wrap, scheduled):
     assert not (after == before).any()
     assert torch.equal(weights(net), before)
     assert torch.equal(step(net, optimizer, 3), after)
-    assert same(*(bits(each, module) for each, module in ((optimizer, net), (other, copy))))
+    assert is_same_tensor(*(read_state(each, module) for each, module in ((optimizer, net), (other, copy))))
 
 
 def test_a_state_of_other_groups_is_refused_whole():
     net = network(dtype=torch.float64)
-    optimizer = MultiOptimizer(inner(net))
-    backward(net)
+    optimizer = MultiOptimizer(make_inner_optimizers(net))
+    backpropagate(net)
     optimizer.step()
     saved = optimizer.state_dict()
     saved["param_groups"][1]["params"].pop()
-    other = MultiOptimizer(inner(network(dtype=torch.float64)))
+    other = MultiOptimizer(make_inner_optimizers(network(dtype=torch.float64)))
     with pytest.raises(ConfigError, match=r"the state has \[2, 1\] parameters per group, the optimizers have \[2, 2\]"):
         other.load_state_dict(saved)
     assert not other.state
@@ -314,7 +314,7 @@ def test_a_group_that_comes_late_is_refused(to):
 
     def add_and_step():
         late.add_param_group({"params": list(net[3].parameters())})
-        backward(net)
+        backpropagate(net)
         optimizer.step()
 
     with pytest.raises(ConfigError, match=r"MultiOptimizer: .*parameter groups?.* before"):
@@ -324,7 +324,7 @@ def test_a_group_that_comes_late_is_refused(to):
 def test_two_returned_optimizers_suggest_multi_optimizer(tmp_path):
     class Two(Both):
         def configure_optimizers(self):
-            return inner(self)
+            return make_inner_optimizers(self)
 
     with pytest.raises(ConfigError, match=r"returned 2 optimizers.* return lumen\.optim\.MultiOptimizer\(\[\.\.\.\]\)"):
         bare_trainer(tmp_path, max_steps=1).fit(Two(), loader())
@@ -333,7 +333,7 @@ def test_two_returned_optimizers_suggest_multi_optimizer(tmp_path):
 def test_momentum_schedule_over_mixed_names_is_rejected():
     net = network()
     with pytest.raises(ValueError, match="must support momentum or beta1"):
-        OneCycleLR(MultiOptimizer(inner(net)), 0.1, total_steps=4)
+        OneCycleLR(MultiOptimizer(make_inner_optimizers(net)), 0.1, total_steps=4)
     first, second = (SGD(net[number].parameters(), momentum=0.9) for number in (0, 3))
     optimizer = MultiOptimizer([first, second])
     OneCycleLR(optimizer, 0.1, total_steps=4)

@@ -27,7 +27,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR passes it
 
 
-def sgd(*rates):
+def make_sgd(*rates):
     return SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)], momentum=0.9)
 
 
@@ -41,9 +41,9 @@ def run(optimizer, scheduler, steps):
     return rates
 
 
-def curve(build, steps=40):
+def list_rates(build, steps=40):
     """Return the rates of an optimizer whose highest rate is 1."""
-    optimizer = sgd()
+    optimizer = make_sgd()
     return [rate for (rate,) in run(optimizer, build(optimizer), steps)]
 
 
@@ -70,7 +70,7 @@ def curve(build, steps=40):
 )
 @pytest.mark.parametrize("start", [0.0, 0.25])
 def test_schedules_follow_their_formula_after_linear_warmup(build, after, start):
-    rates = curve(lambda optimizer: build(optimizer, warmup=10, start=start))
+    rates = list_rates(lambda optimizer: build(optimizer, warmup=10, start=start))
     assert rates[:10] == pytest.approx([start + (1 - start) * step / 10 for step in range(10)], abs=1e-15)
     assert rates[10] == 1.0
     assert rates[10:] == pytest.approx([after(step) for step in range(30)], abs=1e-15)
@@ -79,13 +79,13 @@ def test_schedules_follow_their_formula_after_linear_warmup(build, after, start)
 def test_inverse_sqrt_equals_the_original_transformer():
     width, warmup = 512, 10
     peak = (width * warmup) ** -0.5
-    rates = [peak * rate for rate in curve(lambda optimizer: inverse_sqrt(optimizer, warmup))]
+    rates = [peak * rate for rate in list_rates(lambda optimizer: inverse_sqrt(optimizer, warmup))]
     assert rates[1:] == pytest.approx([width**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, 40)])
 
 
 @pytest.mark.parametrize("build", [linear, cosine, lambda *given, **named: wsd(*given, 10, **named)])
 def test_schedules_start_at_peak_and_end_at_floor(build):
-    rates = curve(lambda optimizer: build(optimizer, 30, floor=0.2))
+    rates = list_rates(lambda optimizer: build(optimizer, 30, floor=0.2))
     assert rates[0] == max(rates) == 1.0
     assert rates[30:] == pytest.approx([0.2] * 10)
     assert all(later <= sooner for sooner, later in pairwise(rates))
@@ -94,7 +94,7 @@ def test_schedules_start_at_peak_and_end_at_floor(build):
 
 @pytest.mark.parametrize("build", [linear, cosine, lambda *given, **named: wsd(*given, 50, **named)])
 def test_run_may_end_within_warmup(build):
-    assert curve(lambda optimizer: build(optimizer, 3, warmup=10), 3) == pytest.approx([0.0, 0.1, 0.2])
+    assert list_rates(lambda optimizer: build(optimizer, 3, warmup=10), 3) == pytest.approx([0.0, 0.1, 0.2])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_run_may_end_within_warmup(build):
 )
 def test_a_value_out_of_range_is_named(build, message):
     with pytest.raises(ConfigError, match=message):
-        build(sgd())
+        build(make_sgd())
 
 
 # ---------------------------------------------------------------------- warm-up before any scheduler
@@ -131,7 +131,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("start", [0.0, 0.23])  # 0.23 + (1 - 0.23) * 7 / 7 is not 1 in floating point
 def test_schedulers_are_unchanged_after_warmup(scheduler, start):
-    bare, warmed = sgd(1.0, 0.3), sgd(1.0, 0.3)
+    bare, warmed = make_sgd(1.0, 0.3), make_sgd(1.0, 0.3)
     alone = run(bare, SCHEDULERS[scheduler](bare), 25)
     warm = run(warmed, Warmup(SCHEDULERS[scheduler](warmed), 7, start), 32)
     assert warm[7:] == alone
@@ -142,7 +142,7 @@ def test_schedulers_are_unchanged_after_warmup(scheduler, start):
 
 
 def test_momentum_cycles_with_the_delayed_cycle():
-    bare, warmed = sgd(), sgd()
+    bare, warmed = make_sgd(), make_sgd()
     cycles = [OneCycleLR(bare, 0.5, total_steps=20), Warmup(OneCycleLR(warmed, 0.5, total_steps=20), 5)]
     run(warmed, cycles[1], 5)
     for _ in range(15):
@@ -159,7 +159,7 @@ def test_tensor_learning_rate_stays_the_same_tensor():
     found = run(optimizer, cosine(optimizer, 20, warmup=5), 12)
     assert optimizer.param_groups[0]["lr"] is rate
     assert [value for (value,) in found] == pytest.approx(
-        [0.5 * value for value in curve(lambda o: cosine(o, 20, warmup=5), 12)]
+        [0.5 * value for value in list_rates(lambda o: cosine(o, 20, warmup=5), 12)]
     )
 
 
@@ -237,7 +237,7 @@ def test_extended_run_follows_the_longer_schedule(tmp_path):
 
     fit(tmp_path, planned(20), max_epochs=4)
     _, task = fit(tmp_path, planned(40), resume="auto")
-    assert task.rates[1:] == [0.01 * rate for rate in curve(lambda o: cosine(o, 40, warmup=5))[21:]]
+    assert task.rates[1:] == [0.01 * rate for rate in list_rates(lambda o: cosine(o, 40, warmup=5))[21:]]
 
 
 # ---------------------------------------------------------------------- from a configuration
@@ -255,4 +255,4 @@ def test_a_configuration_names_a_schedule_by_its_function(tmp_path):
     lines = [line.split(",") for line in (tmp_path / "line/metrics.csv").read_text().splitlines()]
     column = lines[0].index("lr")
     rates = [float(line[column]) for line in lines[1:] if line[column]]
-    assert rates == [0.5 * rate for rate in curve(lambda o: cosine(o, 6, warmup=2), 6)]
+    assert rates == [0.5 * rate for rate in list_rates(lambda o: cosine(o, 6, warmup=2), 6)]

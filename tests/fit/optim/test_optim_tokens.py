@@ -57,7 +57,7 @@ def fit(folder, task, **options):
     return trainer
 
 
-def positions(accumulate):
+def count_tokens_before_updates(accumulate):
     """Return the tokens before each update."""
     steps = [
         step
@@ -87,7 +87,7 @@ def test_rates_follow_the_tokens_of_the_steps(tmp_path, schedule, accumulate, ki
     task = kind(returned=kind is Language)
     task.schedule = build
     trainer = fit(tmp_path, task, accumulate_grad_batches=accumulate, logger=False, enable_checkpointing=False)
-    seen = positions(accumulate)
+    seen = count_tokens_before_updates(accumulate)
     expected = [0.01 * (tokens / 200 if tokens < 200 else after(tokens - 200)) for tokens in seen]
     assert task.rates == pytest.approx(expected, rel=1e-12)
     assert trainer.run.progress.units == float(ALL)
@@ -98,7 +98,9 @@ def test_a_schedule_without_a_warm_up_follows_too(tmp_path):
     task = Language()
     task.schedule = lambda optimizer: linear(optimizer, round(ALL))
     fit(tmp_path, task, logger=False, enable_checkpointing=False)
-    assert task.rates == pytest.approx([0.01 * (1 - tokens / ALL) for tokens in positions(1)], rel=1e-12)
+    assert task.rates == pytest.approx(
+        [0.01 * (1 - tokens / ALL) for tokens in count_tokens_before_updates(1)], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -113,7 +115,7 @@ def test_a_resumed_run_stands_where_it_stood(tmp_path, precision, cut):
     _, first = train(tmp_path, max_steps=cut)
     trainer, second = train(tmp_path, max_steps=20, resume="auto")
     assert first.rates + second.rates == whole.rates
-    assert trainer.run.progress.units < positions(2)[-1] + ALL
+    assert trainer.run.progress.units < count_tokens_before_updates(2)[-1] + ALL
     assert torch.equal(weights(second), weights(whole))
 
 

@@ -143,7 +143,7 @@ def test_warmup_steps_equal_the_warmup_scheduler(tmp_path, form, schedule):
     assert len(set(tasks[0].rates)) >= 6
 
 
-def epochs_of_warmup(schedule, **options):
+def make_warmup_in_epochs(schedule, **options):
     def configure(parameters):
         optimizer = SGD(parameters, lr=0.1)
         return [optimizer], [{"scheduler": schedule(optimizer), "warmup_epochs": 2, **options}]
@@ -162,7 +162,7 @@ def epochs_of_warmup(schedule, **options):
 )
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_warmup_may_count_epochs_and_use_a_function(tmp_path, options, shares, interval):
-    schedule = epochs_of_warmup(lambda optimizer: ExponentialLR(optimizer, 0.9), interval=interval, **options)
+    schedule = make_warmup_in_epochs(lambda optimizer: ExponentialLR(optimizer, 0.9), interval=interval, **options)
     task = Scheduled(schedule)
     bare_trainer(tmp_path, max_epochs=4).fit(task, loader(40, 8))
     expected = [0.1 * share for share in shares for _ in range(5)]
@@ -174,7 +174,7 @@ def test_warmup_may_count_epochs_and_use_a_function(tmp_path, options, shares, i
 def test_warmup_function_then_plateau_resumes_exactly(tmp_path, cut):
     def train(folder, **options):
         task = Scheduled(
-            epochs_of_warmup(
+            make_warmup_in_epochs(
                 lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
                 monitor="val_loss",
                 warmup_factor=lambda epoch: [0.05, 0.3][int(epoch)],
@@ -203,7 +203,7 @@ def test_warmup_function_then_plateau_resumes_exactly(tmp_path, cut):
     ],
 )
 def test_contradictory_warmup_options_are_rejected(tmp_path, options, message):
-    task = Scheduled(epochs_of_warmup(lambda optimizer: ExponentialLR(optimizer, 0.9), **options))
+    task = Scheduled(make_warmup_in_epochs(lambda optimizer: ExponentialLR(optimizer, 0.9), **options))
     with pytest.raises(ConfigError, match=message):
         bare_trainer(tmp_path, max_epochs=1).fit(task, loader(40, 8))
 

@@ -9,8 +9,8 @@ from torch.optim import LBFGS, SGD
 
 from lumen.errors import ConfigError
 from lumen.optim import Lookahead, WholeMatrices
-from tests.helpers.checkpoints import same
-from tests.helpers.tasks import backward, bare_trainer, loader, network, weights
+from tests.helpers.checkpoints import is_same_tensor
+from tests.helpers.tasks import backpropagate, bare_trainer, loader, network, weights
 from tests.helpers.whole_matrices import KINDS, Matrices, Shampoo
 
 
@@ -37,7 +37,7 @@ def stepped(make, steps=3):
     net = network(dtype=torch.float64)
     optimizer = make(matrices(net))
     for _ in range(steps):
-        backward(net)
+        backpropagate(net)
         optimizer.step()
     return net, optimizer
 
@@ -50,9 +50,9 @@ def test_wrapper_shares_groups_and_state_also_when_copied():
     for each in (other, plain):
         each.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.state is other.optimizer.state
-    assert same(other.state_dict(), plain.state_dict())
+    assert is_same_tensor(other.state_dict(), plain.state_dict())
     again = pickle.loads(pickle.dumps(optimizer))
-    assert same(again.state_dict(), optimizer.state_dict())
+    assert is_same_tensor(again.state_dict(), optimizer.state_dict())
     assert again.state is again.optimizer.state
     optimizer.param_groups[0]["lr"] = 0.25
     assert optimizer.optimizer.param_groups[0]["lr"] == 0.25
@@ -69,7 +69,7 @@ def test_a_closure_is_called_once():
     optimizer = WholeMatrices(SGD(net.parameters(), lr=0.1))
 
     def closure():
-        losses.append(backward(net))
+        losses.append(backpropagate(net))
         return losses[-1]
 
     assert optimizer.step(closure) is losses[0]

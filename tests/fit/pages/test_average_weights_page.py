@@ -7,7 +7,7 @@ import pytest
 from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.pages import snippets
+from tests.helpers.pages import find_programs
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 PAGE = "docs/guides/average-weights.md"
@@ -17,7 +17,7 @@ TEXT = (ROOT / PAGE).read_text()
 def test_programs_and_export_commands_of_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     found = {"__name__": "page"}
-    for number, program in enumerate(snippets(PAGE)):
+    for number, program in enumerate(find_programs(PAGE)):
         exec(compile(program, f"{PAGE}, program {number}", "exec"), found)
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if re.match(r"(True|None|last|best|torch)\b", line)][:1] == ["True False"]

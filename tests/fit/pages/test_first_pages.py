@@ -15,7 +15,7 @@ from lumen import errors
 from lumen.cli import main
 from lumen.errors import LumenError
 from tests.helpers import ROOT
-from tests.helpers.pages import programs_run, snippets
+from tests.helpers.pages import find_programs, run_programs
 from tests.helpers.tasks import Regression, loader
 
 SAID = {
@@ -51,7 +51,7 @@ SAID = {
 @pytest.mark.parametrize("page", SAID)
 def test_programs_of_a_page_print_what_it_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert list(programs_run(f"docs/{page}.md"))
+    assert list(run_programs(f"docs/{page}.md"))
     assert [line for line in capsys.readouterr().out.splitlines() if line in SAID[page]] == SAID[page]
     if page == "guides/resume":
         assert filecmp.cmp("runs/whole/metrics.csv", "runs/parts/metrics.csv", shallow=False)
@@ -59,7 +59,7 @@ def test_programs_of_a_page_print_what_it_says(page, tmp_path, monkeypatch, caps
 
 def test_quick_start_script_trains_ends_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (script,) = snippets("docs/tutorials/quick-start.md")
+    (script,) = find_programs("docs/tutorials/quick-start.md")
     for epochs, steps in ((5, 200), (5, 200), (10, 400)):
         found = {"__name__": "page"}
         exec(script.replace("max_epochs=5", f"max_epochs={epochs}"), found)
@@ -110,7 +110,7 @@ def test_arguments_and_methods_in_the_page_exist():
 
 def test_troubleshooting_snippets_and_config_are_accepted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for program in snippets("docs/troubleshooting.md"):
+    for program in find_programs("docs/troubleshooting.md"):
         exec(program, {"__name__": "page"})
     (config,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/troubleshooting.md").read_text(), re.S)
     Path("more.yaml").write_text(config)

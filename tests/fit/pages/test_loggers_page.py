@@ -8,8 +8,8 @@ import pytest
 import lumen
 from lumen.cli import main
 from tests.helpers import ROOT
-from tests.helpers.pages import programs_run
-from tests.helpers.services import of_csv, of_wandb
+from tests.helpers.pages import run_programs
+from tests.helpers.services import of_csv, read_wandb
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # a warning of SQLAlchemy about MLflow
@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs/guides/loggers.md").read_text()
 @pytest.mark.slow
 def test_programs_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    said = [capsys.readouterr().out.splitlines()[-1] for _ in programs_run("docs/guides/loggers.md")]
+    said = [capsys.readouterr().out.splitlines()[-1] for _ in run_programs("docs/guides/loggers.md")]
     assert said == ["runs/line ['TensorBoardLogger', 'MLFlowLogger']", "True", "4"]
 
 
@@ -34,7 +34,7 @@ def test_commands_and_yaml_of_the_page_train(config_directory):
     words = ["fit", "--config", "line.yaml", "--config", "loggers.yaml", "--trainer.log_every_n_steps=1"]
     assert main(words) == 0
     directory = max(Path("runs").glob("*/wandb")).parent
-    assert of_wandb(directory) == of_csv(directory)
+    assert read_wandb(directory) == of_csv(directory)
 
 
 def test_every_name_of_the_page_is_a_logger():

@@ -4,12 +4,12 @@ import pytest
 
 from lumen.tools.proof.recorder import KINDS
 from tests.helpers import ROOT
-from tests.helpers.pages import snippets
+from tests.helpers.pages import find_programs
 
 PAGE = "docs/guides/compare-runs.md"
 
 
-@pytest.mark.parametrize("program", snippets(PAGE))
+@pytest.mark.parametrize("program", find_programs(PAGE))
 def test_each_program_of_the_page_runs(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(program, PAGE, "exec"), {"__name__": "program"})

@@ -4,14 +4,14 @@ import numpy
 import pytest
 from PIL import Image
 
-from tests.helpers.pages import programs_run
+from tests.helpers.pages import run_programs
 
 
 @pytest.mark.slow
 def test_programs_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ("max_epochs=20,", "max_epochs=1, limit_train_batches=2, limit_val_batches=1,")
-    *_, found = programs_run("docs/guides/recipes.md", few)
+    *_, found = run_programs("docs/guides/recipes.md", few)
     page = numpy.asarray(Image.open("digits.png"))
     assert page.shape == (280, 280)
     assert page.std() > 0
@@ -21,5 +21,5 @@ def test_programs_of_the_page_run(tmp_path, monkeypatch):
 
 def test_the_page_of_reinforcement_learning_trains_a_bandit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (found,) = programs_run("docs/guides/reinforcement-learning.md")
+    (found,) = run_programs("docs/guides/reinforcement-learning.md")
     assert found["bandit"].preferences.argmax() == 2

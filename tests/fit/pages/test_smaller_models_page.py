@@ -5,21 +5,21 @@ import pytest
 import torch
 
 import lumen
-from tests.helpers.pages import programs_run, snippets
-from tests.helpers.quantization import Quantized, quantized
+from tests.helpers.pages import find_programs, run_programs
+from tests.helpers.quantization import Quantized, train_quantized
 
 PAGE = "docs/guides/smaller-models.md"
 
 
 def test_programs_of_the_page_print_expected_values(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    said = [capsys.readouterr().out.splitlines()[-1] for _ in programs_run(PAGE)]
+    said = [capsys.readouterr().out.splitlines()[-1] for _ in run_programs(PAGE)]
     assert said == ["65.7% of the weights are 0", "IntxUnpackedToInt8Tensor differs by 0.0"]
 
 
 @pytest.mark.parametrize("cut", [20, 48, 53])
 def test_pruning_of_the_page_resumes_exactly(tmp_path, monkeypatch, cut):
-    program, _ = snippets(PAGE)
+    program, _ = find_programs(PAGE)
     page = {"__name__": "page"}
     exec(program.split("trainer = ")[0], page)
 
@@ -48,15 +48,15 @@ def test_model_pruning_is_refused_with_what_to_write():
 
 @pytest.mark.parametrize("cut", [3, 5])
 def test_resumed_quantized_run_equals_uninterrupted_run(tmp_path, cut):
-    whole = quantized(tmp_path / "whole")
-    quantized(tmp_path / "parts", steps=cut)
-    parts = quantized(tmp_path / "parts")
+    whole = train_quantized(tmp_path / "whole")
+    train_quantized(tmp_path / "parts", steps=cut)
+    parts = train_quantized(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
 def test_quantized_training_equals_manual_loop_and_keeps_names(tmp_path):
-    ours = quantized(tmp_path)
+    ours = train_quantized(tmp_path)
     task = Quantized()
     optimizer = task.configure_optimizers()
     for _ in range(2):

@@ -88,12 +88,12 @@ class SlowUpdate(Regression):
         return SlowOptimizer(self.parameters(), lr=0.1)
 
 
-def shares(profiler):
+def compute_shares(profiler):
     total_s = sum(row.total_s for row in profiler.rows)
     return {row.name: row.total_s / total_s for row in profiler.rows}
 
 
-def calls(profiler):
+def count_calls(profiler):
     return {row.name: row.calls for row in profiler.rows}
 
 
@@ -125,7 +125,7 @@ def simple_fit(tmp_path, task, data, **options):
 def test_what_sleeps_is_named(tmp_path, part, task, data, options):
     profiler = simple_fit(tmp_path, task(), data(), **options).profiler
     assert profiler.rows[0].name == part
-    assert shares(profiler)[part] > 0.5
+    assert compute_shares(profiler)[part] > 0.5
 
 
 class Counting(Slow):
@@ -169,7 +169,7 @@ def fit_with_workers(tmp_path, monkeypatch, dataset, task):
 def test_workers_that_are_too_slow_are_waited_for(tmp_path, monkeypatch):
     profiler = fit_with_workers(tmp_path, monkeypatch, Counting(80, pause_s=0.005), Regression())
     assert profiler.rows[0].name == "data wait"
-    assert calls(profiler)["data wait"] == 10
+    assert count_calls(profiler)["data wait"] == 10
 
 
 def test_workers_that_are_fast_enough_are_not(tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_the_calls_of_each_part_are_counted(tmp_path):
         tmp_path, Scheduled(), loader(50, 8), val=loader(20, 8), accumulate_grad_batches=2, gradient_clip_val=0.1,
         logger=True, log_every_n_steps=4, enable_checkpointing=True, num_sanity_val_steps=1,
     )  # fmt: skip
-    found = calls(trainer.profiler)
+    found = count_calls(trainer.profiler)
     expected = {
         "data wait": 14, "transfer": 14, "training_step": 14, "backward": 14,
         "clip_grad_norm": 8, "optimizer.step": 8, "optimizer.zero_grad": 8, "StepLR.step": 8,
@@ -209,8 +209,8 @@ def test_loaders_that_are_opened_anew_are_timed_too(tmp_path):
             return loader(16, 8)
 
     profiler = simple_fit(tmp_path, Reloaded(), None, max_epochs=3, reload_dataloaders_every_n_epochs=1).profiler
-    assert calls(profiler)["data wait"] == 15
-    assert calls(profiler)["data wait (validation)"] == 6
+    assert count_calls(profiler)["data wait"] == 15
+    assert count_calls(profiler)["data wait (validation)"] == 6
 
 
 def test_the_times_add_up_to_the_whole(tmp_path):
@@ -252,7 +252,7 @@ def test_the_table_is_printed_and_kept(tmp_path, capsys):
     name, count, total_s, mean_ms, per_step_ms, share = rows[0].split()
     assert (name, count) == ("training_step", "7")
     assert float(mean_ms) == float(per_step_ms) == pytest.approx(float(total_s) / 7 * 1e3, abs=0.2)
-    assert float(share) == pytest.approx(100 * shares(trainer.profiler)["training_step"], abs=0.06)
+    assert float(share) == pytest.approx(100 * compute_shares(trainer.profiler)["training_step"], abs=0.06)
     assert sum(float(row.split()[-1]) for row in rows[:-1]) == pytest.approx(100, abs=0.05 * len(rows))
     assert rows[-1].split()[0] == "total"
     assert rows[-1].split()[-1] == "100.0"
@@ -274,7 +274,7 @@ def test_an_evaluation_has_its_own_table(tmp_path, capsys, stage, word):
     capsys.readouterr()
     getattr(trainer, stage)(Regression(), slow_loader())
     assert trainer.profiler.rows[0].name == f"data wait ({word})"
-    found = calls(trainer.profiler)
+    found = count_calls(trainer.profiler)
     assert found[f"{word}_step"] == found[f"data wait ({word})"] == 5
     assert "training_step" not in found
     assert capsys.readouterr().err.startswith(f"{stage}: 5 batches in ")
@@ -314,7 +314,7 @@ def test_profiling_does_not_change_the_run(tmp_path, profiler):
     assert torch.equal(drawn, others[2])
 
 
-def attributes(trainer):
+def list_attributes(trainer):
     """Return the attributes of every object that the loop calls."""
     run = trainer.run
     owners = [trainer, run, run.strategy, run.precision, run.calls, run.records, run.saves, run.optim.optimizer]
@@ -350,7 +350,7 @@ def test_a_run_is_left_as_it_was_found(tmp_path, how):
         expected = ENDS[how]
         with pytest.raises(expected) if expected else contextmanager(lambda: (yield))():
             trainer.fit(Scheduled(), loader(), val_dataloaders=loader())
-        left.append(attributes(trainer))
+        left.append(list_attributes(trainer))
     (owners, hooks), *others = left
     for found_owners, found_hooks in others:
         assert found_owners == owners
@@ -405,7 +405,7 @@ def test_a_run_that_never_began_has_no_table(tmp_path, capsys):
 # ---------------------------------------------------------------------- traces
 
 
-def traces(directory):
+def read_traces(directory):
     """Return names and labels of the traces in a directory, with the count of each annotation."""
     found = {}
     for path in sorted(directory.iterdir()):
@@ -423,7 +423,7 @@ def test_trace_holds_labels_and_operators_of_active_steps(tmp_path, capsys):
         profiler=lumen.TorchProfiler(**SHORT_TRACE), callbacks=[SlowCallback()],
     )  # fmt: skip
     trainer.fit(Scheduled(), loader(64, 4), val_dataloaders=loader(8, 8))
-    ((name, (labels, operators, _)),) = traces(trainer.run_directory / "profile").items()
+    ((name, (labels, operators, _)),) = read_traces(trainer.run_directory / "profile").items()
     assert name.startswith("fit-step-00000004-rank0.")
     assert name.endswith(".pt.trace.json.gz")  # as TensorBoard's plugin expects it
     expected = {
@@ -451,7 +451,7 @@ def test_each_cycle_and_resume_has_a_trace(tmp_path):
             profiler=lumen.TorchProfiler(wait=0, warmup=1, active=2, repeat=2),
         )
         trainer.fit(Regression(), loader(64, 8))
-    names = [name.split("-rank")[0] for name in traces(trainer.run_directory / "profile")]
+    names = [name.split("-rank")[0] for name in read_traces(trainer.run_directory / "profile")]
     assert names == [f"fit-step-{step:08d}" for step in (3, 6, 11, 14)]
 
 
@@ -461,7 +461,7 @@ def test_an_unfinished_cycle_is_written_too(tmp_path):
     )
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit(Regression(), loader())
-    ((labels, *_),) = traces(trainer.run_directory / "profile").values()
+    ((labels, *_),) = read_traces(trainer.run_directory / "profile").values()
     assert (labels["training_step"], labels["optimizer.step"]) == (3, 2)
 
 
@@ -478,7 +478,7 @@ def test_shapes_memory_and_stacks_are_recorded_on_demand(tmp_path, capsys):
         dirpath=tmp_path / "traces",
     )  # fmt: skip
     quiet_trainer(tmp_path, profiler=profiler).predict(Regression(), loader(50, 8, shuffle=False))
-    ((name, (labels, _, events)),) = traces(tmp_path / "traces").items()
+    ((name, (labels, _, events)),) = read_traces(tmp_path / "traces").items()
     assert name.startswith("predict-batch-00000003-rank0.")
     assert labels["predict_step"] == 2
     assert any(event["args"]["Input Dims"][1] == [8, 6] for event in events if event["name"] == "aten::addmm")
@@ -539,7 +539,7 @@ def test_custom_profiler_sees_every_part(tmp_path):
 
 
 @pytest.fixture
-def configured(tmp_path, monkeypatch):
+def profiler_config(tmp_path, monkeypatch):
     """Write a config file whose trainer has a profiler, in a temporary working directory."""
     monkeypatch.chdir(tmp_path)
 
@@ -554,15 +554,18 @@ def configured(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_config_names_a_profiler_or_describes_it(configured, tmp_path, capsys):
+def test_a_config_names_a_profiler_or_describes_it(profiler_config, tmp_path, capsys):
     described = {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 0, "warmup": 1, "active": 1}}
     kind, length = "--trainer.profiler", "--trainer.profiler.row_limit"
-    assert main(["fit", "--config", configured(described)]) == 0
+    assert main(["fit", "--config", profiler_config(described)]) == 0
     assert main(["fit", "--config", "runs/line/config.yaml", "--trainer.name", "again", length, "3"]) == 0
-    assert main(["fit", "--config", configured("simple")]) == 0
-    assert main(["fit", "--config", configured("simple"), kind, "null"]) == 0
-    assert main(["fit", "--config", configured(None), kind, "lumen.SimpleProfiler"]) == 0
-    assert main(["fit", "--config", configured("simple"), kind, "TorchProfiler", f"{kind}.wait", "0", length, "2"]) == 0
+    assert main(["fit", "--config", profiler_config("simple")]) == 0
+    assert main(["fit", "--config", profiler_config("simple"), kind, "null"]) == 0
+    assert main(["fit", "--config", profiler_config(None), kind, "lumen.SimpleProfiler"]) == 0
+    assert (
+        main(["fit", "--config", profiler_config("simple"), kind, "TorchProfiler", f"{kind}.wait", "0", length, "2"])
+        == 0
+    )
     runs = tmp_path / "runs"
     for name in ("line", "again", "line-5"):
         assert len(list((runs / name / "profile").iterdir())) == 1
@@ -571,7 +574,7 @@ def test_a_config_names_a_profiler_or_describes_it(configured, tmp_path, capsys)
         assert (runs / name / "profile.txt").read_text().startswith("fit: 3 steps")
     assert not (runs / "line-3" / "profile.txt").exists()
     capsys.readouterr()
-    assert main(["fit", "--config", configured("fast")]) == 2
+    assert main(["fit", "--config", profiler_config("fast")]) == 2
     assert "trainer.profiler" in capsys.readouterr().err
 
 

@@ -59,13 +59,13 @@ def root_of_nothing(outputs):
 WAYS = {way.__name__: way for way in list(globals().values()) if callable(way) and way.__module__ == __name__}
 
 
-def line_of(way, what):
+def find_line(way, what):
     code = WAYS[way].__code__
     lines = Path(__file__).read_text().splitlines()
     return next(number for number in range(code.co_firstlineno, len(lines)) if f"# {what}" in lines[number - 1])
 
 
-def refusal(tmp_path, task, data=None, **options):
+def catch_message(tmp_path, task, data=None, **options):
     trainer = bare_trainer(tmp_path, max_steps=3, detect_anomaly=True, **options)
     with pytest.raises(NonFiniteLoss) as caught:  # also no warning, which would be an error
         trainer.fit(task, data or loader())
@@ -83,21 +83,21 @@ def refusal(tmp_path, task, data=None, **options):
     ],
 )
 def test_operation_that_made_nan_is_named_with_line(tmp_path, way, operation, precision):
-    message = refusal(tmp_path, Broken(way), precision=precision)
+    message = catch_message(tmp_path, Broken(way), precision=precision)
     assert message.startswith("the loss of step 2 (epoch 0, micro-batch 1 of the run) is nan.")
     told = message.partition("The first NaN of its forward was made by ")[2]
     assert told.startswith(f"{operation} here:\n")
-    assert told.splitlines()[-2].endswith(f'test_anomalies.py", line {line_of(way, "the line of the NaN")}, in {way}')
+    assert told.splitlines()[-2].endswith(f'test_anomalies.py", line {find_line(way, "the line of the NaN")}, in {way}')
     assert "detect_anomaly" not in message
     assert not any(package in told for package in PACKAGES)
 
 
 def test_first_infinity_and_resulting_nan_are_named(tmp_path):
-    message = refusal(tmp_path, Broken("log_of_nothing"))
+    message = catch_message(tmp_path, Broken("log_of_nothing"))
     infinite, _, nan = message.partition("The first NaN")
-    assert f"line {line_of('log_of_nothing', 'the line of the infinite number')}, in log_of_nothing" in infinite
-    assert f"line {line_of('log_of_nothing', 'the line of the NaN')}, in log_of_nothing" in nan
-    message = refusal(tmp_path, Broken("overflow"))
+    assert f"line {find_line('log_of_nothing', 'the line of the infinite number')}, in log_of_nothing" in infinite
+    assert f"line {find_line('log_of_nothing', 'the line of the NaN')}, in log_of_nothing" in nan
+    message = catch_message(tmp_path, Broken("overflow"))
     assert "is inf." in message
     assert f"The first infinite number of its forward was made by aten.exp.default here:\n{' ' * 2}File" in message
 
@@ -105,7 +105,9 @@ def test_first_infinity_and_resulting_nan_are_named(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_operation_with_nan_backward_is_named_with_line(tmp_path, precision, accumulate):
-    message = refusal(tmp_path, Broken("root_of_nothing"), precision=precision, accumulate_grad_batches=accumulate)
+    message = catch_message(
+        tmp_path, Broken("root_of_nothing"), precision=precision, accumulate_grad_batches=accumulate
+    )
     assert message.startswith(f"the backward of step {3 - accumulate} (epoch 0, micro-batch 1 of the run): Function '")
     assert "returned nan values" in message
     assert "Its forward was called here:\n" in message
@@ -120,7 +122,7 @@ def test_masks_of_minus_infinity_are_nobodys_error(tmp_path):
             loss = (scores + torch.full((2,), float("-inf")).where(MASK, torch.zeros(()))).softmax(1).mean()
             return loss + (torch.full_like(loss, -1.0).log() if self.global_step == 2 else self(batch[0]).mean())
 
-    message = refusal(tmp_path, Masked())
+    message = catch_message(tmp_path, Masked())
     assert "step 3" in message
     assert "made by aten.log.default" in message
     assert "infinite" not in message
@@ -134,7 +136,7 @@ def test_non_finite_batch_is_distinguished_from_an_operation(tmp_path):
         def training_step(self, batch):
             return self(batch).mean()
 
-    message = refusal(tmp_path, Given(), DataLoader(inputs, 4))
+    message = catch_message(tmp_path, Given(), DataLoader(inputs, 4))
     assert "is nan" in message
     assert "No operation of the forward made it from finite numbers: check this batch and the parameters" in message
 

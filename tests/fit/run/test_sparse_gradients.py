@@ -41,14 +41,14 @@ class Words(lumen.TaskModule):
         return MultiOptimizer([SparseAdam(embeddings, lr=0.02), SGD(self.head.parameters(), lr=0.01)])
 
 
-def data(samples=45):
+def make_data(samples=45):
     """Return words that repeat within a sample and a batch; many words are in no batch."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(0, 5, (samples, 3), generator=generator) * 2
     return DataLoader(TensorDataset(words, words.sum(1, keepdim=True).double().sin()), 4, shuffle=True)
 
 
-def state_of(task):
+def read_state(task):
     return {name: value.detach().numpy() for name, value in task.state_dict().items()}
 
 
@@ -63,8 +63,8 @@ STEPS = {
 
 def fit(folder, sparse, task, options):
     task = Words(sparse, **task)
-    bare_trainer(folder, max_epochs=3, accumulate_grad_batches=4, **options).fit(task, data())
-    return state_of(task)
+    bare_trainer(folder, max_epochs=3, accumulate_grad_batches=4, **options).fit(task, make_data())
+    return read_state(task)
 
 
 @pytest.mark.parametrize(("task", "options"), STEPS.values(), ids=STEPS)
@@ -77,12 +77,12 @@ def test_sparse_adam_equals_hand_written_loop(tmp_path, clip):
     task = {"weighted": True, "kind": "sparse adam", "left_out": (0, 3)}
     options = {} if clip is None else {"gradient_clip_val": clip}
     alone = fit(tmp_path, True, task, options)
-    assert_equal(alone, by_hand(tmp_path, task, clip))
+    assert_equal(alone, train_by_hand(tmp_path, task, clip))
     unseen = torch.arange(1, WORDS, 2)
     assert (alone["words.weight"][unseen] == Words(True).words.weight.detach().numpy()[unseen]).all()
 
 
-def by_hand(folder, options, clip):
+def train_by_hand(folder, options, clip):
     seen = []
 
     class Looking(Words):
@@ -90,7 +90,7 @@ def by_hand(folder, options, clip):
             seen.append((batch, batch_idx))
             return super().training_step(batch, batch_idx)
 
-    bare_trainer(folder, max_epochs=3, accumulate_grad_batches=4).fit(Looking(True, **options), data())
+    bare_trainer(folder, max_epochs=3, accumulate_grad_batches=4).fit(Looking(True, **options), make_data())
     task = Words(True, **options)
     optimizer = task.configure_optimizers()
     for start in (0, 4, 8, 12, 16, 20, 24, 28, 32):
@@ -103,7 +103,7 @@ def by_hand(folder, options, clip):
             for each in task.parameters():
                 each.grad = each.grad * min(1.0, clip / (squares.sqrt().item() + 1e-6))
         optimizer.step()
-    return state_of(task)
+    return read_state(task)
 
 
 def test_a_sparse_run_goes_on_exactly(tmp_path):
@@ -112,12 +112,12 @@ def test_a_sparse_run_goes_on_exactly(tmp_path):
         for max_steps in cuts:
             task = Words(True, weighted=True, kind="sparse adam")
             options = {"max_steps": max_steps, "resume": "auto", "gradient_clip_val": 0.3}
-            quiet_trainer(tmp_path / name, **options).fit(task, data())
-        ends.append(state_of(task))
+            quiet_trainer(tmp_path / name, **options).fit(task, make_data())
+        ends.append(read_state(task))
     assert_equal(*ends, tolerance=0.0)
 
 
 @pytest.mark.parametrize("strategy", [lumen.DDP, lumen.FSDP])
 def test_several_devices_refuse_sparse_gradients(tmp_path, strategy):
     with pytest.raises(ConfigError, match=f"{strategy.__name__}: .*sparse=True.* strategy: single"):
-        bare_trainer(tmp_path, max_epochs=1, strategy=strategy()).fit(Words(True), data())
+        bare_trainer(tmp_path, max_epochs=1, strategy=strategy()).fit(Words(True), make_data())

@@ -13,7 +13,7 @@ from lumen.run.loss_weighting import LossWeighting
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
-def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
+def weigh_losses(known, returned, *, alone=False, by_task=False, guess=1.0):
     """Return the final factor of each micro-batch's gradient, and the weights themselves."""
     weighting = LossWeighting(is_set_by_task=by_task)
     weighting.begin_step(sum(known), 1 if alone else 2, guess)
@@ -36,46 +36,46 @@ def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
     ],
 )
 def test_factors_are_shares_of_the_total(known, returned, by_task, expected, guess):
-    factors, weighting = weighed(known, returned, by_task=by_task, alone=len(known) == 1, guess=guess)
+    factors, weighting = weigh_losses(known, returned, by_task=by_task, alone=len(known) == 1, guess=guess)
     assert factors == [pytest.approx(weight / sum(expected), rel=1e-15) for weight in expected]
     assert weighting.total == sum(expected)
 
 
 @pytest.mark.parametrize("returned", [None, 3, 1e-30, 1e30])
 def test_single_micro_batch_is_never_scaled(returned):
-    factors, weighting = weighed([7], [returned], alone=True, guess=3.0)
+    factors, weighting = weigh_losses([7], [returned], alone=True, guess=3.0)
     assert factors == [1.0]
     assert weighting.correction == 1.0
 
 
 def test_totals_known_beforehand_need_no_correction():
     for known, returned, by_task in (([3, 3, 1], [None] * 3, False), ([0.1, 0.2], [0.1, 0.2], True)):
-        _, weighting = weighed(known, returned, by_task=by_task)
+        _, weighting = weigh_losses(known, returned, by_task=by_task)
         assert weighting.correction == 1.0
 
 
 @pytest.mark.parametrize(("total", "guess"), [(1, 32.0), (31, 32.0), (100, 128.0), (1024, 1024.0), (1500.5, 2048.0)])
 def test_next_guess_is_power_of_two_near_total(total, guess):
-    _, weighting = weighed([1, 1], [total / 2, total / 2], guess=64.0)
+    _, weighting = weigh_losses([1, 1], [total / 2, total / 2], guess=64.0)
     assert weighting.next_guess == guess
-    assert weighed([1, 1], [None, None], guess=64.0)[1].next_guess == 64.0
+    assert weigh_losses([1, 1], [None, None], guess=64.0)[1].next_guess == 64.0
 
 
 @pytest.mark.parametrize("weight", [-1, -1e-9, math.nan, math.inf, -math.inf])
 def test_a_weight_that_is_none_is_an_error(weight):
     with pytest.raises(TrainingError, match=f"has the weight {float(weight) if weight == weight else 'nan'}|{weight}"):
-        weighed([4, 4], [1.0, weight])
+        weigh_losses([4, 4], [1.0, weight])
 
 
 @pytest.mark.parametrize("returned", [[1.0, None], [None, 1.0]])
 def test_partially_returned_weights_raise(returned):
     with pytest.raises(TrainingError, match=r"Return \(loss, weight\) always or never"):
-        weighed([4, 4], returned)
+        weigh_losses([4, 4], returned)
 
 
 def test_weight_contradicting_batch_weight_raises():
     with pytest.raises(TrainingError, match=r"returned the weight 5.0 .* batch_weight gave 4"):
-        weighed([4, 4], [4.0, 5.0], by_task=True)
+        weigh_losses([4, 4], [4.0, 5.0], by_task=True)
 
 
 # ---------------------------------------------------------------------- in a run
@@ -110,7 +110,7 @@ class WeighedByBatch(Given):
         return batch[0][1]
 
 
-def batches(*pairs):
+def make_batches(*pairs):
     """Return one micro-batch for each (loss, weight)."""
     return DataLoader(torch.tensor(pairs, dtype=torch.float64), 1)
 
@@ -120,7 +120,7 @@ def test_gradients_are_weighted_means(tmp_path, kind):
     """The weights come out of the forward, or are known before it."""
     task = kind()
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3)
-    trainer.fit(task, batches((3.0, 1.0), (5.0, 4.0), (-7.0, 0.0), (2.0, 1000.0), (4.0, 3000.0)))
+    trainer.fit(task, make_batches((3.0, 1.0), (5.0, 4.0), (-7.0, 0.0), (2.0, 1000.0), (4.0, 3000.0)))
     expected = [(3 * 1 + 5 * 4) / 5, (2 * 1000 + 4 * 3000) / 4000]
     assert task.gradients == [pytest.approx(value, rel=1e-14) for value in expected]
     assert kind is WeighedByBatch or trainer.run.progress.weight_guess == 4096.0
@@ -130,7 +130,7 @@ def test_gradients_are_weighted_means(tmp_path, kind):
 def test_zero_weight_step_is_skipped_with_a_warning(tmp_path, caplog, accumulate):
     task = Given()
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate, log_level="WARNING")
-    trainer.fit(task, batches((3.0, 1.0), (5.0, 1.0), (1.0, 0.0), (2.0, 0.0)))
+    trainer.fit(task, make_batches((3.0, 1.0), (5.0, 1.0), (1.0, 0.0), (2.0, 0.0)))
     assert trainer.global_step == len(task.gradients) == 2 // accumulate
     assert f"update after step {2 // accumulate} skipped: the weights of its micro-batches sum to 0" in caplog.text
     assert task.scale.item() == 1.0
@@ -142,7 +142,7 @@ def test_non_finite_loss_raises_and_names_the_step(tmp_path, value, accumulate, 
     task = Given()
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
     with pytest.raises(NonFiniteLoss, match=rf"loss of step {step} \(epoch 0, micro-batch 3 of the run\) is {value}"):
-        trainer.fit(task, batches((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (value, 1.0), (1.0, 1.0)))
+        trainer.fit(task, make_batches((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (value, 1.0), (1.0, 1.0)))
     assert trainer.global_step == len(task.gradients) == step - 1
 
 
@@ -153,7 +153,7 @@ def test_the_epoch_is_named_too(tmp_path):
             return loss / (self.global_step != 3), weight
 
     with pytest.raises(NonFiniteLoss, match=r"step 4 \(epoch 1, micro-batch 3 of the run\) is inf"):
-        bare_trainer(tmp_path, max_epochs=2).fit(Later(), batches((1.0, 1.0), (1.0, 1.0)))
+        bare_trainer(tmp_path, max_epochs=2).fit(Later(), make_batches((1.0, 1.0), (1.0, 1.0)))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -162,7 +162,7 @@ def test_non_finite_loss_of_weight_zero_raises(tmp_path, precision, accumulate):
     """0 x NaN is NaN: a masked mean over no token would spoil the gradients of the whole step."""
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate, precision=precision)
     with pytest.raises(NonFiniteLoss, match=r"although its weight is 0.*Divide by max\(count, 1\)"):
-        trainer.fit(Given(), batches((1.0, 1.0), (math.nan, 0.0)))
+        trainer.fit(Given(), make_batches((1.0, 1.0), (math.nan, 0.0)))
 
 
 class Root(Regression):
@@ -226,4 +226,4 @@ def test_skipped_fp16_updates_are_logged_without_flooding(tmp_path, caplog):
 @pytest.mark.parametrize("kind", [Given, WeighedByBatch])
 def test_a_negative_weight_is_an_error(tmp_path, kind):
     with pytest.raises(TrainingError, match=r"a micro-batch has the weight -2.0; a weight is a finite number >= 0"):
-        bare_trainer(tmp_path, max_epochs=1).fit(kind(), batches((1.0, 1.0), (1.0, -2.0)))
+        bare_trainer(tmp_path, max_epochs=1).fit(kind(), make_batches((1.0, 1.0), (1.0, -2.0)))

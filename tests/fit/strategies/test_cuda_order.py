@@ -38,7 +38,7 @@ PACKED = pack_sequence([torch.ones(3)])
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def requested_moves(monkeypatch):
     """Record requests to move tensors: (device, whether the host continues at once)."""
     asked, to = [], torch.Tensor.to
 
@@ -52,10 +52,10 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize(("device", "beside"), [("cpu", False), ("mps", False), ("cuda", True)])
-def test_copies_are_synchronous_except_to_cuda(asked, device, beside):
+def test_copies_are_synchronous_except_to_cuda(requested_moves, device, beside):
     move_batch({"a": torch.ones(2), "b": [PACKED]}, torch.device(device))
-    assert set(asked) == {(device, beside)}
-    assert len(asked) >= 2
+    assert set(requested_moves) == {(device, beside)}
+    assert len(requested_moves) >= 2
 
 
 class Device:
@@ -139,7 +139,7 @@ class OnDevice(torch.Tensor):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def pinned_tensors(monkeypatch):
     """Record the pinned tensors that are made."""
     made, empty = [], torch.empty
 
@@ -156,7 +156,7 @@ def on_device(value):
     return torch.tensor(value).as_subclass(OnDevice)
 
 
-def test_non_finite_check_names_the_step_of_loss(device, made):
+def test_non_finite_check_names_the_step_of_loss(device, pinned_tensors):
     """The event is recorded on the device of the loss, not on the current device."""
     checks = NonFiniteCheck()
     for step, value in enumerate([0.5, float("nan"), 0.25], 1):
@@ -166,13 +166,13 @@ def test_non_finite_check_names_the_step_of_loss(device, made):
         checks.flush()
 
 
-def test_checks_use_the_same_pinned_memory_again(device, made):
+def test_checks_use_the_same_pinned_memory_again(device, pinned_tensors):
     checks = NonFiniteCheck()
     for step in range(100):
         checks.check(on_device(0.5), 1.0, lambda step=step: (step, 0, step))
         for scalar, *_ in checks._under_way:
             scalar.event.arrived = step % 10 == 9  # the device is ten steps behind
-    assert device.events == len(made) <= 11
+    assert device.events == len(pinned_tensors) <= 11
 
 
 # ---------------------------------------------------------------------- devices
@@ -280,7 +280,7 @@ class Sharding(lumen.Strategy):
 
 
 @pytest.fixture
-def marks(monkeypatch):
+def step_marks(monkeypatch):
     """Count the marks of a new step, in a run that replays graphs."""
     marks = []
     monkeypatch.setattr(Compilation, "replays_graphs", lambda compilation, device: True)
@@ -288,12 +288,12 @@ def marks(monkeypatch):
     return marks
 
 
-def test_cuda_graph_step_is_marked_for_every_batch(marks, tmp_path):
+def test_cuda_graph_step_is_marked_for_every_batch(step_marks, tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=2)
     trainer.fit(Regression(), loader(), loader())
-    assert len(marks) == 7 + 7 + 2
+    assert len(step_marks) == 7 + 7 + 2
     trainer.predict(Regression(), loader())
-    assert len(marks) == 7 + 7 + 2 + 7
+    assert len(step_marks) == 7 + 7 + 2 + 7
 
 
 @pytest.mark.parametrize(
@@ -306,10 +306,10 @@ def test_cuda_graph_step_is_marked_for_every_batch(marks, tmp_path):
     ],
     ids=["accumulate", "by epoch", "global_batch_size", "shards"],
 )
-def test_options_incompatible_with_cuda_graphs_are_rejected(marks, tmp_path, options, message):
+def test_options_incompatible_with_cuda_graphs_are_rejected(step_marks, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         bare_trainer(tmp_path, max_epochs=1, **options).fit(Regression(), loader())
-    assert not marks
+    assert not step_marks
 
 
 # ---------------------------------------------------------------------- several processes
@@ -330,16 +330,16 @@ class Recorded:
         return value
 
 
-def test_pickled_collectives_move_tensors_to_the_host(asked):
+def test_pickled_collectives_move_tensors_to_the_host(requested_moves):
     strategy = SingleDevice()
     strategy.processes = Recorded()
     given = {"x": torch.ones(2), "y": [1, None]}
     for device, moves in (("cpu", 0), ("cuda", 1)):
         strategy.device = torch.device(device)
         for call in (strategy.all_gather, strategy.broadcast, partial(gather_from_data_ranks, strategy)):
-            asked.clear()
+            requested_moves.clear()
             call(given)
-            assert asked == [("cpu", False)] * moves
+            assert requested_moves == [("cpu", False)] * moves
 
 
 def test_lent_batch_is_moved_to_the_host(request, tmp_path):
@@ -348,7 +348,7 @@ def test_lent_batch_is_moved_to_the_host(request, tmp_path):
     run = trainer.run
     run.strategy.processes = run.processes = Recorded()
     run.strategy.device = torch.device("cuda")
-    asked = request.getfixturevalue("asked")
+    asked = request.getfixturevalue("requested_moves")
     share_batch(_make_rank_slice(run, needs_dummies=True), 0, LoadedBatch(torch.ones(2), 2))
     assert asked == [("cpu", False)]
 
@@ -367,7 +367,7 @@ def test_synchronized_norms_allow_skipping_in_one_process(tmp_path):
 
 
 @pytest.fixture
-def pinned(monkeypatch):
+def pinned_blocks(monkeypatch):
     """Record the bytes of each requested block of pinned memory, and how often unused blocks were released."""
     asked, empty = [], torch.empty
 
@@ -380,7 +380,7 @@ def pinned(monkeypatch):
     return asked
 
 
-def test_pinned_memory_is_allocated_in_shared_blocks(pinned):
+def test_pinned_memory_is_allocated_in_shared_blocks(pinned_blocks):
     shapes = [(3, 1000), (), (0,), (700, 1000), (5,), (256, 1024), (100, 1000), (7, 3), (900, 1000)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
     tensors = {
@@ -395,13 +395,13 @@ def test_pinned_memory_is_allocated_in_shared_blocks(pinned):
     assert all(buffer.data_ptr() % 64 == 0 for buffer in buffers.values())
     needed = sum(tensor.nbytes for tensor in tensors.values())
     alone = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors.values() if tensor.nbytes)
-    assert all(size.bit_count() == 1 for size in pinned)  # torch would round up the size
-    assert len(pinned) < len(tensors) / 2
-    assert needed < sum(pinned) < needed + (alone - needed) / 4
+    assert all(size.bit_count() == 1 for size in pinned_blocks)  # torch would round up the size
+    assert len(pinned_blocks) < len(tensors) / 2
+    assert needed < sum(pinned_blocks) < needed + (alone - needed) / 4
     assert allocate_pinned_like({}) == {}
 
 
-def test_snapshot_memory_is_reused_and_freed_at_end(pinned, monkeypatch):
+def test_snapshot_memory_is_reused_and_freed_at_end(pinned_blocks, monkeypatch):
     given_back = []
     monkeypatch.setattr("lumen.checkpoint.save.snapshot.empty_host_cache", lambda: given_back.append(list(alive)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
@@ -415,9 +415,9 @@ def test_snapshot_memory_is_reused_and_freed_at_end(pinned, monkeypatch):
         tensors["a"].fill_(step)
         copies = snapshot.start_copy({"model": tensors})["model"]
         assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
-    assert len(pinned) == 1
+    assert len(pinned_blocks) == 1
     copies = snapshot.start_copy({"model": tensors | {"a": torch.ones(2000)}})["model"]
-    assert len(pinned) == 2
+    assert len(pinned_blocks) == 2
     alive |= set(copies.values())
     del copies
     snapshot.close()

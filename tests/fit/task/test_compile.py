@@ -68,7 +68,7 @@ def fit(tmp_path, task, *, samples=40, **options):
     return trainer
 
 
-def same(ours, theirs):
+def is_same(ours, theirs):
     assert [*ours.state_dict()] == [*theirs.state_dict()]
     return all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
@@ -93,7 +93,7 @@ def test_the_modules_that_are_asked_for_are_compiled(tmp_path, task, setting, co
     fit(tmp_path, ours, compile={"backend": counter} | setting)
     assert ours.compiled == compiled
     assert counter.frame_count == graphs
-    assert same(ours, Stack()) is False  # the task has been trained
+    assert is_same(ours, Stack()) is False  # the task has been trained
 
 
 @pytest.mark.parametrize("setting", [None, False])
@@ -127,7 +127,7 @@ def test_compiled_run_equals_uncompiled_run(tmp_path, precision, backend):
         fit(tmp_path, task, precision=precision, compile=setting)
         for task, setting in zip(tasks, (False, {"backend": backend}), strict=True)
     ]
-    assert same(*tasks)
+    assert is_same(*tasks)
     assert {*trainers[0].callback_metrics} == {"loss", "val_loss"}
     assert trainers[0].callback_metrics == trainers[1].callback_metrics
 
@@ -140,8 +140,8 @@ def test_compiled_and_uncompiled_checkpoints_are_interchangeable(tmp_path):
     for steps, setting in ((3, {"backend": "aot_eager"}), (6, False), (9, {"backend": "aot_eager", "blocks": "Block"})):
         parts = Stack(dropout=0.3)
         quiet_trainer(tmp_path, max_steps=steps, resume="auto", compile=setting).fit(parts, loader(40))
-    assert same(whole, parts)
-    assert same(Stack.load_from_checkpoint(tmp_path / "runs/run"), whole)
+    assert is_same(whole, parts)
+    assert is_same(Stack.load_from_checkpoint(tmp_path / "runs/run"), whole)
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -194,7 +194,7 @@ def test_a_forward_that_logs_is_compiled_around_it(tmp_path):
     tasks = Logging(), Logging()
     settings = False, {"backend": "aot_eager"}
     trainers = [fit(tmp_path, task, compile=setting) for task, setting in zip(tasks, settings, strict=True)]
-    assert same(*tasks)
+    assert is_same(*tasks)
     assert trainers[0].callback_metrics == trainers[1].callback_metrics
 
 
@@ -223,7 +223,7 @@ def test_resumed_compiled_run_equals_uninterrupted_run(tmp_path, kind, setting):
             task = kind(dropout=0.3)
             trainer.fit(task, loader(148, 32), val_dataloaders=loader(32, 32))
         tasks.append(task)
-    assert same(*tasks)
+    assert is_same(*tasks)
     assert trainer.callback_metrics["val_loss"] < 10
 
 

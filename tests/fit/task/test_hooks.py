@@ -26,12 +26,12 @@ from tests.helpers.hook_map import (
     Data,
     Trained,
     automatic_or_not,
-    epoch,
-    follow,
-    names_in_the_map,
-    record,
-    recording,
-    step,
+    list_map_names,
+    make_epoch,
+    make_recording_class,
+    make_step,
+    predict_calls,
+    record_calls,
 )
 from tests.helpers.tasks import Regression, Saving, bare_trainer, loader, quiet_trainer
 
@@ -45,25 +45,27 @@ def fit(tmp_path, **options):
 
 
 EVERY_HALF = {"accumulate_grad_batches": 2, "val_check_interval": 0.5}  # five micro-batches: 2, 2 and 1
-HALVES = [step(2), step(2, validating=True), step(1, validating=True, last=True)]
+HALVES = [make_step(2), make_step(2, validating=True), make_step(1, validating=True, last=True)]
 ANEW = {"resumed": False, "new": True, "saving": False, **automatic_or_not()}
 GOING_ON = ANEW | {"resumed": True, "new": False}
 
 
 def test_fit_follows_the_hook_order(tmp_path):
-    steps = [*[step()] * 4, step(validating=True, last=True)]
-    assert record(fit(tmp_path, max_epochs=2)) == follow("fit", **ANEW, epoch=[epoch(*steps)] * 2)
+    steps = [*[make_step()] * 4, make_step(validating=True, last=True)]
+    assert record_calls(fit(tmp_path, max_epochs=2)) == predict_calls("fit", **ANEW, epoch=[make_epoch(*steps)] * 2)
 
 
 def test_fit_with_accumulation_follows_the_hook_order(tmp_path):
     """The epoch has validations inside."""
-    assert record(fit(tmp_path, max_epochs=2, **EVERY_HALF)) == follow("fit", **ANEW, epoch=[epoch(*HALVES)] * 2)
+    assert record_calls(fit(tmp_path, max_epochs=2, **EVERY_HALF)) == predict_calls(
+        "fit", **ANEW, epoch=[make_epoch(*HALVES)] * 2
+    )
 
 
 def test_manual_optimization_follows_the_hook_order(tmp_path):
-    steps = [*[step()] * 4, step(validating=True, last=True)]
-    expected = follow("fit", **ANEW | automatic_or_not(manual=True), epoch=[epoch(*steps)] * 2)
-    assert record(fit(tmp_path, max_epochs=2), ByHand) == expected
+    steps = [*[make_step()] * 4, make_step(validating=True, last=True)]
+    expected = predict_calls("fit", **ANEW | automatic_or_not(manual=True), epoch=[make_epoch(*steps)] * 2)
+    assert record_calls(fit(tmp_path, max_epochs=2), ByHand) == expected
 
 
 def test_saving_fit_follows_the_hook_order(tmp_path):
@@ -73,8 +75,8 @@ def test_saving_fit_follows_the_hook_order(tmp_path):
         trainer = quiet_trainer(tmp_path, callbacks=[*callbacks, saver], max_epochs=1, gradient_clip_val=1.0)
         trainer.fit(task, data)
 
-    steps = [*[step()] * 4, step(validating=True, last=True)]
-    assert record(run) == follow("fit", **ANEW | {"saving": True}, epoch=[epoch(*steps)])
+    steps = [*[make_step()] * 4, make_step(validating=True, last=True)]
+    assert record_calls(run) == predict_calls("fit", **ANEW | {"saving": True}, epoch=[make_epoch(*steps)])
 
 
 def save(tmp_path, number, **options):
@@ -84,26 +86,26 @@ def save(tmp_path, number, **options):
     def run(task, data, callbacks):
         fit(tmp_path, seed=3, **options)(task, data, [*callbacks, Saving(number, path)])
 
-    record(run)
+    record_calls(run)
     return path
 
 
 def test_fit_resumed_in_mid_epoch_follows_hook_order(tmp_path):
     path = save(tmp_path, 4, max_epochs=2, **EVERY_HALF)
-    resumed = record(fit(tmp_path, max_epochs=2, resume=path, **EVERY_HALF))
-    assert resumed == follow("fit", **GOING_ON, epoch=[epoch(*HALVES[1:], beginning=False)])
+    resumed = record_calls(fit(tmp_path, max_epochs=2, resume=path, **EVERY_HALF))
+    assert resumed == predict_calls("fit", **GOING_ON, epoch=[make_epoch(*HALVES[1:], beginning=False)])
 
 
 def test_fit_resumed_at_epoch_end_follows_hook_order(tmp_path):
     path = save(tmp_path, 3, max_epochs=2, **EVERY_HALF)
-    resumed = record(fit(tmp_path, max_epochs=2, resume=path, **EVERY_HALF))
-    assert resumed == follow("fit", **GOING_ON, epoch=[epoch(*HALVES)])
+    resumed = record_calls(fit(tmp_path, max_epochs=2, resume=path, **EVERY_HALF))
+    assert resumed == predict_calls("fit", **GOING_ON, epoch=[make_epoch(*HALVES)])
 
 
 def test_run_ending_in_mid_epoch_ends_the_epoch(tmp_path):
     options = {"max_steps": 1, "num_sanity_val_steps": 0, "accumulate_grad_batches": 2}
-    expected = follow("fit", **ANEW | {"new": False}, epoch=[epoch(step(2), complete=False)])
-    assert record(fit(tmp_path, **options)) == expected
+    expected = predict_calls("fit", **ANEW | {"new": False}, epoch=[make_epoch(make_step(2), complete=False)])
+    assert record_calls(fit(tmp_path, **options)) == expected
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -112,14 +114,14 @@ def test_an_evaluation_calls_what_the_map_says(tmp_path, stage):
         getattr(bare_trainer(tmp_path, callbacks=callbacks), stage)(task, data)
 
     name = "validation" if stage == "validate" else stage
-    assert record(run) == follow("validate", stage=name, **ANEW)
+    assert record_calls(run) == predict_calls("validate", stage=name, **ANEW)
 
 
 def test_the_map_has_every_hook_and_nothing_else():
     elsewhere = {"on_exception", *(name for name in (*HOOKS, *MODE_HOOKS) if re.match("on_(test|predict)", name))}
     evaluated = {"test_step", "predict_step", "test_dataloader", "predict_dataloader"}
     called = {*OF_CALLBACKS, *OF_THE_TASK, *OF_DATA}
-    assert names_in_the_map() == called - elsewhere - evaluated
+    assert list_map_names() == called - elsewhere - evaluated
 
 
 def test_error_calls_every_on_exception_and_teardown(tmp_path):
@@ -134,9 +136,9 @@ def test_error_calls_every_on_exception_and_teardown(tmp_path):
             )
 
     events = []
-    callback = recording(Callback, ["on_exception", "teardown"], "callback", events)
-    task = recording(Trained, ["on_exception", "teardown"], "task", events)()
-    run(task, recording(Data, ["teardown"], "data", events)(), [callback()])
+    callback = make_recording_class(Callback, ["on_exception", "teardown"], "callback", events)
+    task = make_recording_class(Trained, ["on_exception", "teardown"], "task", events)()
+    run(task, make_recording_class(Data, ["teardown"], "data", events)(), [callback()])
     assert events == [
         ("callback", "on_exception"),
         ("task", "on_exception"),
@@ -159,7 +161,7 @@ MOVED = {
 }
 
 
-def lightnings_order():
+def read_lightning_order():
     text = (ROOT / "tests/helpers/lightning_order.txt").read_text()
     sections = re.findall(r"^([\w ]+):\n((?: .*\n)+)", text, re.M)
     return {name: calls.split() for name, calls in sections}
@@ -178,10 +180,10 @@ def test_order_equals_lightning_except_documented_differences(tmp_path, what):
         run = fit(tmp_path, max_epochs=1, **few)
     elif what == "fit resumed":
         run = fit(tmp_path, max_epochs=1, resume=save(tmp_path, 2, max_epochs=1, **few), **few)
-    recorded = record(run, ByHand if what == "fit by hand" else Trained)
+    recorded = record_calls(run, ByHand if what == "fit by hand" else Trained)
     ours = [f"{who}.{name}" for who, name in recorded if who != "second" and name != "state_dict"]
     ours = [call.replace("first.", "callback.") for call in ours if not re.fullmatch(ONLY_LUMENS, call)]
-    theirs = lightnings_order()[what]
+    theirs = read_lightning_order()[what]
 
     def apart(calls):
         moved = rf"\w+\.({MOVED.get(what, '')})"
@@ -376,7 +378,7 @@ class Movable:
         return moved
 
 
-def nested_batch():
+def make_nested_batch():
     tensor = torch.arange(6.0).reshape(3, 2)
     return {
         "tensor": tensor,
@@ -392,22 +394,24 @@ def nested_batch():
     }
 
 
-def shape_of(batch):
+def describe_shape(batch):
     """Return the structure of a batch with its tensors replaced by (device, shape)."""
     if isinstance(batch, torch.Tensor):
         return batch.device.type, tuple(batch.shape)
     if isinstance(batch, PackedSequence):
-        return type(batch), shape_of(batch.data)
+        return type(batch), describe_shape(batch.data)
     if isinstance(batch, dict):
-        return type(batch), {key: shape_of(value) for key, value in batch.items()}
+        return type(batch), {key: describe_shape(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch), [shape_of(value) for value in batch]
+        return type(batch), [describe_shape(value) for value in batch]
     if dataclasses.is_dataclass(batch):
-        return type(batch), {field.name: shape_of(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+        return type(batch), {
+            field.name: describe_shape(getattr(batch, field.name)) for field in dataclasses.fields(batch)
+        }
     return batch.device if isinstance(batch, Movable) else batch
 
 
-def expected_shape(device):
+def make_expected_shape(device):
     tensor = (device, (3, 2))
     return (
         dict,
@@ -428,9 +432,9 @@ def expected_shape(device):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_all_tensors_of_a_nested_batch_are_moved(device):
-    batch = nested_batch()
-    assert shape_of(move_batch(batch, torch.device(device))) == expected_shape(device)
-    assert shape_of(batch) == expected_shape("cpu")
+    batch = make_nested_batch()
+    assert describe_shape(move_batch(batch, torch.device(device))) == make_expected_shape(device)
+    assert describe_shape(batch) == make_expected_shape("cpu")
 
 
 class Encoding(UserDict):
@@ -455,7 +459,7 @@ def test_moved_mappings_keep_their_class_and_attributes(batch):
 
 
 def make_batch(samples):
-    return nested_batch()
+    return make_nested_batch()
 
 
 class Keeping(Regression):
@@ -473,7 +477,7 @@ class Keeping(Regression):
 def test_nested_batch_reaches_the_step_unchanged(tmp_path, workers):
     task = Keeping()
     bare_trainer(tmp_path, max_steps=1).fit(task, DataLoader(range(3), 3, collate_fn=make_batch, num_workers=workers))
-    assert shape_of(task.received) == expected_shape("cpu")
+    assert describe_shape(task.received) == make_expected_shape("cpu")
 
 
 def test_batch_is_moved_to_the_device_of_task(tmp_path):
@@ -481,7 +485,7 @@ def test_batch_is_moved_to_the_device_of_task(tmp_path):
     trainer = bare_trainer(tmp_path, strategy=lumen.SingleDevice("meta"))
     trainer.predict(task, DataLoader(range(3), 3, collate_fn=make_batch))
     assert task.device.type == "meta"
-    assert shape_of(task.received) == expected_shape("meta")
+    assert describe_shape(task.received) == make_expected_shape("meta")
 
 
 class Transferring:

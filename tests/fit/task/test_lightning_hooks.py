@@ -83,7 +83,7 @@ def fail(trainer, *_):
 
 
 @pytest.fixture(scope="module")
-def called(tmp_path_factory):
+def called_names(tmp_path_factory):
     """Return the names called in a run that is saved, resumes, fails, and is evaluated, by their owner."""
     path, seen = tmp_path_factory.mktemp("called"), {kind: set() for kind in KINDS}
 
@@ -126,8 +126,8 @@ def called(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in LIGHTNING.items() for name in names])
-def test_lightning_hooks_are_called_or_rejected_with_replacement(tmp_path, called, kind, name):
-    if name in called[kind]:
+def test_lightning_hooks_are_called_or_rejected_with_replacement(tmp_path, called_names, kind, name):
+    if name in called_names[kind]:
         assert name not in NOT_CALLED[kind]
         return
     owners = {each: base() for each, base in KINDS.items()}
@@ -375,7 +375,7 @@ def test_evaluation_batch_hooks_may_omit_dataloader_idx(tmp_path):
 # ---------------------------------------------------------------------- misspelt names
 
 
-def defining(base, *names):
+def make_class_with_hooks(base, *names):
     return type("Defining", (base,), {name: lambda self, *_: None for name in names})()
 
 
@@ -395,7 +395,7 @@ def defining(base, *names):
 )
 def test_misspelled_hook_warns_with_a_suggestion(tmp_path, caplog, base, name, meant):
     task, data, callbacks = Task(), Data(), []
-    owner = defining(base, name)
+    owner = make_class_with_hooks(base, name)
     if isinstance(owner, lumen.Callback):
         callbacks = [owner]
     elif isinstance(owner, lumen.DataModule):
@@ -436,8 +436,13 @@ def test_helpers_and_mixins_are_no_misspelled_hooks():
         def validaton_step(self):
             """Do nothing; the mixin calls this name."""
 
-    assert describe_misspelt_hooks(Helped(), defining(Data, *HELPERS), [defining(Quiet, *HELPERS)]) == []
-    assert describe_misspelt_hooks(defining(Task, *HELPERS), None, []) == []
+    assert (
+        describe_misspelt_hooks(
+            Helped(), make_class_with_hooks(Data, *HELPERS), [make_class_with_hooks(Quiet, *HELPERS)]
+        )
+        == []
+    )
+    assert describe_misspelt_hooks(make_class_with_hooks(Task, *HELPERS), None, []) == []
 
 
 def test_nothing_in_this_repository_has_a_misspelt_hook():

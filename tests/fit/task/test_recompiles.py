@@ -8,7 +8,7 @@ from torch import nn
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.recompiles import EPOCHS, Deep, count
+from tests.helpers.recompiles import EPOCHS, Deep, count_compilations
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader
 
 pytestmark = pytest.mark.filterwarnings(  # torch's own code warns when it compiles and when it is imported for this
@@ -115,20 +115,22 @@ CASES = {
 def test_nothing_recompiles_after_the_first_epoch(tmp_path, task, options, graphs):
     """No graph breaks either."""
     options = options | {"callbacks": [make() for make in options.get("callbacks", ())]}
-    first, *others = count(tmp_path, task(), **options)
+    first, *others = count_compilations(tmp_path, task(), **options)
     assert others == [first] * (EPOCHS - 1)
     assert first[:2] == (graphs, 0)
 
 
 def test_first_training_and_evaluation_steps_compile(tmp_path):
-    counted = count(tmp_path, Deep(), num_sanity_val_steps=0, max_epochs=1, limit_val_batches=1)
-    steps = count(tmp_path, Deep(), num_sanity_val_steps=0, max_steps=1, limit_train_batches=1, limit_val_batches=1)
+    counted = count_compilations(tmp_path, Deep(), num_sanity_val_steps=0, max_epochs=1, limit_val_batches=1)
+    steps = count_compilations(
+        tmp_path, Deep(), num_sanity_val_steps=0, max_steps=1, limit_train_batches=1, limit_val_batches=1
+    )
     assert steps == counted
 
 
 def test_logging_in_forward_breaks_graph_without_recompiling(tmp_path, capfd):
     """The call is between two graphs, where no code is compiled."""
-    first, *others = count(tmp_path, Telling())
+    first, *others = count_compilations(tmp_path, Telling())
     assert others == [first] * (EPOCHS - 1)
     graphs, breaks, _ = first
     assert (graphs, breaks) == (6, 4)  # three in training and three in evaluation
@@ -143,7 +145,7 @@ def test_patched_task_methods_are_restored(tmp_path, fail):
 
     own = {name: vars(lumen.TaskModule)[name] for name in ("log", "log_dict", "print")}
     try:
-        count(tmp_path, Failing(), max_epochs=1)
+        count_compilations(tmp_path, Failing(), max_epochs=1)
     except AssertionError:
         assert fail
     assert {name: vars(lumen.TaskModule)[name] for name in own} == own
@@ -172,12 +174,12 @@ class Dated(Regression):
 
 
 def test_what_is_unfrozen_is_compiled_anew_once(tmp_path):
-    counted = count(tmp_path, Backbone(), callbacks=[lumen.BackboneFinetuning(1)])
+    counted = count_compilations(tmp_path, Backbone(), callbacks=[lumen.BackboneFinetuning(1)])
     assert [graphs for graphs, _, _ in counted] == [2, 4, 4]
 
 
 def test_changing_number_is_compiled_as_a_constant(tmp_path):
-    counted = count(tmp_path, Dated())
+    counted = count_compilations(tmp_path, Dated())
     assert [graphs for graphs, _, _ in counted] == [2, 4, 6]
 
 
@@ -194,4 +196,4 @@ def test_number_changing_every_step_is_one_clear_error(tmp_path):
 
 
 def test_compiled_code_is_not_shared_between_runs(tmp_path):
-    assert count(tmp_path, Deep()) == count(tmp_path, Deep())
+    assert count_compilations(tmp_path, Deep()) == count_compilations(tmp_path, Deep())

@@ -9,13 +9,13 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.errors import ConfigError
-from tests.helpers.byol import ByHand, Byol, cosine, loop, student
+from tests.helpers.byol import ByHand, Byol, decay_by_cosine, make_student, train_by_hand
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 
 STEPS = 9
 
 
-def same(found, expected):
+def is_same(found, expected):
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], each) for name, each in expected.items())
 
@@ -34,8 +34,8 @@ def constant(step):
     ("options", "decay", "by_hand"),
     [
         ({"decay": 0.9}, constant, {}),
-        ({"decay": 0.8, "final_decay": 1.0}, lambda step: cosine(0.8, 1.0, step, STEPS), {}),
-        ({"decay": 0.8, "final_decay": 1.0, "steps": 5}, lambda step: cosine(0.8, 1.0, min(step, 5), 5), {}),
+        ({"decay": 0.8, "final_decay": 1.0}, lambda step: decay_by_cosine(0.8, 1.0, step, STEPS), {}),
+        ({"decay": 0.8, "final_decay": 1.0, "steps": 5}, lambda step: decay_by_cosine(0.8, 1.0, min(step, 5), 5), {}),
         ({"decay": lambda step: min(1 - 1 / (step + 1), 0.9)}, lambda step: min(1 - 1 / (step + 1), 0.9), {}),
         ({"decay": 0.9, "norm": True}, constant, {}),
         ({"decay": 0.9, "norm": True, "eval_mode": True}, constant, {"eval_mode": True, "buffers": True}),
@@ -45,18 +45,18 @@ def constant(step):
 )
 def test_teacher_equals_the_manual_loop(tmp_path, options, decay, by_hand):
     online, target = fit(tmp_path, task := Byol(**options))
-    expected = loop(decay, STEPS, norm=options.get("norm", False), **by_hand)
-    assert same(online, expected[0])
-    assert same(target, expected[1])
+    expected = train_by_hand(decay, STEPS, norm=options.get("norm", False), **by_hand)
+    assert is_same(online, expected[0])
+    assert is_same(target, expected[1])
     assert task.teacher.training != options.get("eval_mode", False)
 
 
 @pytest.mark.parametrize(("kind", "options"), [(Byol, {"accumulate_grad_batches": 2}), (ByHand, {})])
 def test_only_updates_move_it_also_by_hand(tmp_path, kind, options):
     online, target = fit(tmp_path, kind(decay=0.9), max_steps=5, **options)
-    expected = loop(constant, 5, accumulate=2)
-    assert same(online, expected[0])
-    assert same(target, expected[1])
+    expected = train_by_hand(constant, 5, accumulate=2)
+    assert is_same(online, expected[0])
+    assert is_same(target, expected[1])
 
 
 def test_skipped_updates_do_not_move_the_teacher(tmp_path):
@@ -87,14 +87,14 @@ def test_resumed_run_is_exact_and_saves_student_once(tmp_path, task):
     _, whole = run(tmp_path / "whole", STEPS)
     for steps in (2, 7, STEPS):
         trainer, parts = run(tmp_path / "parts", steps)
-    assert same(parts.state_dict(), whole.state_dict())
+    assert is_same(parts.state_dict(), whole.state_dict())
     newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
     checkpoint = Checkpoint.open(newest)
     names = [name for name in checkpoint.list_tensor_names("model") if "2.0.linear.weight" in name]
     assert names == ["student.2.0.linear.weight", "teacher.module.2.0.linear.weight"]
     assert not any(name.startswith("teacher") for name in checkpoint.list_tensor_names("optimizer"))
     assert not checkpoint.aliases
-    assert same(task.load_from_checkpoint(newest).state_dict(), whole.state_dict())
+    assert is_same(task.load_from_checkpoint(newest).state_dict(), whole.state_dict())
 
 
 def test_layers_of_configure_model_begin_alike(tmp_path):
@@ -111,7 +111,7 @@ def test_layers_of_configure_model_begin_alike(tmp_path):
 
     task = Late()
     bare_trainer(tmp_path, max_steps=2).fit(task, loader(48))
-    assert same(task.teacher.module.state_dict(), task.first)
+    assert is_same(task.teacher.module.state_dict(), task.first)
     assert not torch.equal(task.student[0].weight, task.first["0.weight"])
 
 
@@ -127,8 +127,8 @@ def test_it_moves_without_a_recompilation(tmp_path):
     compiled, counter.frame_count = Byol(decay=0.9), 0
     online, target = fit(tmp_path, compiled, compile={"backend": counter})
     assert counter.frame_count == made
-    assert same(target, fit(tmp_path, Byol(decay=0.9))[1])
-    assert not same(online, target)
+    assert is_same(target, fit(tmp_path, Byol(decay=0.9))[1])
+    assert not is_same(online, target)
 
 
 def test_nothing_else_trains_it(tmp_path):
@@ -139,14 +139,14 @@ def test_nothing_else_trains_it(tmp_path):
     ]
     first = {name: each.clone() for name, each in task.teacher.module.state_dict().items()}
     _, target = fit(tmp_path, task)
-    assert same(target, first)
+    assert is_same(target, first)
 
 
 def test_it_may_start_again_from_the_student():
     task = Byol()
     nn.init.ones_(task.student[0].weight)
     task.teacher.restart()
-    assert same(task.teacher.module.state_dict(), task.student.state_dict())
+    assert is_same(task.teacher.module.state_dict(), task.student.state_dict())
     nn.init.zeros_(task.student[0].weight)
     task.teacher.follow(0)
     torch.testing.assert_close(task.teacher.module[0].weight, torch.full((8, 6), 0.996, dtype=torch.float64))
@@ -172,16 +172,16 @@ def test_what_it_cannot_be_is_refused(tmp_path):
         ({"steps": 0, "final_decay": 1.0}, "steps: must be at least 1, found 0"),
     ):
         with pytest.raises(ConfigError, match=said):
-            lumen.Teacher(student(), **options)
+            lumen.Teacher(make_student(), **options)
     with pytest.raises(ConfigError, match=r"expected a module of the task, .* found Byol"):
         lumen.Teacher(Byol())
-    made = student()
+    made = make_student()
     made.kept = made[0](torch.ones(1, 6, dtype=torch.float64))
     with pytest.raises(ConfigError, match="Sequential cannot be copied: Only Tensors created explicitly"):
         lumen.Teacher(made)
     task = Byol()
-    task.student = student()
-    with pytest.raises(ConfigError, match="the student, a Sequential, is not a module of Byol"):
+    task.student = make_student()
+    with pytest.raises(ConfigError, match="the make_student, a Sequential, is not a module of Byol"):
         fit(tmp_path, task)
     with pytest.raises(ConfigError, match="Set max_steps, or steps of the teacher"):
         fit(tmp_path, Byol(final_decay=1.0), max_steps=-1, max_time="00:00:01:00")

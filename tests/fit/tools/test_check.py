@@ -7,18 +7,18 @@ import pytest
 
 from lumen.cli import main
 from tests.helpers import ROOT
-from tests.helpers.cli import write
-from tests.helpers.faulty_trainings import check, config_of
-from tests.helpers.tables import rows_of
+from tests.helpers.cli import write_config
+from tests.helpers.faulty_trainings import check, make_config
+from tests.helpers.tables import read_rows
 
 
 @pytest.fixture
-def checked(tmp_path, monkeypatch, capsys):
+def check_settings(tmp_path, monkeypatch, capsys):
     """Check settings in an empty directory."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words, **settings):
-        return check(write("mine.yaml", config_of(**settings)), capsys, *words)
+        return check(write_config("mine.yaml", make_config(**settings)), capsys, *words)
 
     return run
 
@@ -45,8 +45,8 @@ CLEAN = {
 
 
 @pytest.mark.parametrize("settings", CLEAN.values(), ids=CLEAN)
-def test_what_is_clean_is_not_suspected(checked, settings):
-    found = checked("--strict", **settings)
+def test_what_is_clean_is_not_suspected(check_settings, settings):
+    found = check_settings("--strict", **settings)
     assert (found.suspicious, found.code) == (set(), 0), found.out
 
 
@@ -75,87 +75,87 @@ PLANTED = {
 
 
 @pytest.mark.parametrize(("name", "settings"), PLANTED.items(), ids=PLANTED)
-def test_a_mistake_is_named_with_what_to_do(checked, name, settings):
-    found = checked("--strict", **settings)
+def test_a_mistake_is_named_with_what_to_do(check_settings, name, settings):
+    found = check_settings("--strict", **settings)
     assert name in found.suspicious, found.out
     assert found.code == 1
     assert all(each["advice"] for each in found.findings if each["name"] == name != "warning")
 
 
 @pytest.mark.parametrize(("mistake", "told"), [("leaks numbers", "5 of 85"), ("leaks contents", "20 of 100")])
-def test_training_samples_in_validation_are_counted(checked, mistake, told):
-    found = checked(of_data={"mistake": mistake})
+def test_training_samples_in_validation_are_counted(check_settings, mistake, told):
+    found = check_settings(of_data={"mistake": mistake})
     assert found.suspicious == {"leak"}
     assert told in found.text("leak")
     assert found.code == 0  # without --strict
 
 
-def test_how_many_samples_were_compared_is_said(checked):
-    found = checked("--samples", "30", of_data={"mistake": "copies"})
+def test_how_many_samples_were_compared_is_said(check_settings):
+    found = check_settings("--samples", "30", of_data={"mistake": "copies"})
     assert "30 validation samples compared with 30 of 80 training samples" in found.text("leak")
-    assert not checked("--samples=0", of_data={"mistake": "copies"}).text("leak")
+    assert not check_settings("--samples=0", of_data={"mistake": "copies"}).text("leak")
 
 
-def test_out_of_range_labels_are_named(checked):
-    found = checked(of_data={"mistake": "labels from 1"})
+def test_out_of_range_labels_are_named(check_settings):
+    found = check_settings(of_data={"mistake": "labels from 1"})
     assert found.code == 2
     assert re.search(r"labels range from \d to 5, but the output has 5 classes: 0 to 4", found.text("labels.range"))
     assert ", in validation_step\n" in found.err
 
 
-def test_failing_step_shows_traceback_and_earlier_findings(checked):
-    found = checked(model={"mistake": "fails"})
+def test_failing_step_shows_traceback_and_earlier_findings(check_settings):
+    found = check_settings(model={"mistake": "fails"})
     assert found.code == 2
     assert found.named("wrong") == {"failed"}
     assert "training.batch" in found.named("ok")
     assert 'raise RuntimeError("this model cannot count")' in found.err
 
 
-def test_a_loss_that_is_not_finite_is_wrong(checked):
-    found = checked(model={"mistake": "nan"})
+def test_a_loss_that_is_not_finite_is_wrong(check_settings):
+    found = check_settings(model={"mistake": "nan"})
     assert (found.code, found.named("wrong")) == (2, {"loss.finite"})
-    assert "training.nan" in checked(of_data={"mistake": "nan"}).suspicious
+    assert "training.nan" in check_settings(of_data={"mistake": "nan"}).suspicious
 
 
-def test_a_wrong_configuration_is_the_error_of_fit(checked, capsys):
+def test_a_wrong_configuration_is_the_error_of_fit(check_settings, capsys):
     told = []
     for command in ("check", "fit"):
-        write("mine.yaml", config_of(max_epoch=3))
+        write_config("mine.yaml", make_config(max_epoch=3))
         assert main([command, "--config", "mine.yaml"]) == 2
         told.append(capsys.readouterr().err)
     assert told[0] == told[1]
     assert "max_epochs" in told[0]
 
 
-def test_a_place_that_cannot_be_written_is_wrong(checked, tmp_path):
+def test_a_place_that_cannot_be_written_is_wrong(check_settings, tmp_path):
     (tmp_path / "file").touch()
-    found = checked(default_root_dir=str(tmp_path / "file" / "runs"))
+    found = check_settings(default_root_dir=str(tmp_path / "file" / "runs"))
     assert (found.code, found.named("wrong")) == (2, {"checkpoints.writable"})
 
 
-def test_a_disk_that_is_too_small_is_suspicious(checked):
+def test_a_disk_that_is_too_small_is_suspicious(check_settings):
     keep = {"class_path": "lumen.ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "keep_last": -1}}
-    found = checked(callbacks=[keep], max_epochs=None, max_steps=8 * 10**11)
+    found = check_settings(callbacks=[keep], max_epochs=None, max_steps=8 * 10**11)
     assert found.suspicious == {"checkpoints.room"}
 
 
-def test_nothing_is_left_behind(checked, tmp_path):
+def test_nothing_is_left_behind(check_settings, tmp_path):
     callbacks = [{"class_path": "lumen.LearningRateMonitor"}, {"class_path": "lumen.OnExceptionCheckpoint"}]
-    checked(callbacks=callbacks, logger=[{"class_path": "lumen.CSVLogger"}], profiler="simple")
-    checked(model={"mistake": "fails"}, callbacks=callbacks)
+    check_settings(callbacks=callbacks, logger=[{"class_path": "lumen.CSVLogger"}], profiler="simple")
+    check_settings(model={"mistake": "fails"}, callbacks=callbacks)
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.yaml"]
 
 
-def test_what_is_foretold_comes_true(checked, tmp_path):
+def test_what_is_foretold_comes_true(check_settings, tmp_path):
     settings = {
         "task": "Scheduled",
         "model": {"length": 60},
         "callbacks": [{"class_path": "lumen.LearningRateMonitor"}],
     }
     settings |= {"log_every_n_steps": 1, "global_batch_size": 20, "val_check_interval": 3, "enable_progress_bar": False}
-    facts = checked(**settings).facts
+    facts = check_settings(**settings).facts
     assert main(["fit", "--config", "mine.yaml"]) == 0
-    rows = rows_of(tmp_path / "runs/mine/metrics.csv")
+    rows = read_rows(tmp_path / "runs/mine/metrics.csv")
     rates = [float(row["lr"]) for row in rows if row["lr"]]
     validated = [row for row in rows if row["val_loss"]]
     assert facts["steps"] == max(int(row["step"]) for row in rows)
@@ -177,16 +177,16 @@ def test_what_is_foretold_comes_true(checked, tmp_path):
     ],
     ids=["fractions", "epochs", "steps of epochs", "cut short"],
 )
-def test_validations_and_checkpoints_are_as_many_as_foretold(checked, tmp_path, settings):
+def test_validations_and_checkpoints_are_as_many_as_foretold(check_settings, tmp_path, settings):
     keep = {"class_path": "lumen.ModelCheckpoint", "init_args": {"every_n_epochs": 1, "keep_last": -1}}
-    facts = checked(**settings, callbacks=[keep], enable_progress_bar=False).facts
+    facts = check_settings(**settings, callbacks=[keep], enable_progress_bar=False).facts
     assert main(["fit", "--config", "mine.yaml"]) == 0
-    assert facts["validations"] == sum(bool(row["val_loss"]) for row in rows_of(tmp_path / "runs/mine/metrics.csv"))
+    assert facts["validations"] == sum(bool(row["val_loss"]) for row in read_rows(tmp_path / "runs/mine/metrics.csv"))
     assert facts["checkpoints"][0]["saves"] == len(list((tmp_path / "runs/mine/checkpoints").iterdir()))
 
 
-def test_resumable_run_is_checked_without_touching_it(checked, tmp_path, capsys):
-    write("mine.yaml", config_of(enable_progress_bar=False))
+def test_resumable_run_is_checked_without_touching_it(check_settings, tmp_path, capsys):
+    write_config("mine.yaml", make_config(enable_progress_bar=False))
     assert main(["fit", "--config", "mine.yaml"]) == 0
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     words = ["--trainer.resume", "auto", "--trainer.max_epochs", "3"]
@@ -196,14 +196,14 @@ def test_resumable_run_is_checked_without_touching_it(checked, tmp_path, capsys)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_steps_account_for_several_processes(checked):
-    facts = checked(devices=2, strategy="ddp").facts
+def test_steps_account_for_several_processes(check_settings):
+    facts = check_settings(devices=2, strategy="ddp").facts
     assert (facts["steps"], facts["processes"]) == (10, 2)
-    assert checked(devices=2, global_batch_size=8).suspicious == {"global_batch_size.processes"}
+    assert check_settings(devices=2, global_batch_size=8).suspicious == {"global_batch_size.processes"}
 
 
-def test_output_fits_80_columns_without_user_output(checked, tmp_path, capsys):
-    write("mine.yaml", config_of(model={"mistake": "prints"}, global_batch_size=20))
+def test_output_fits_80_columns_without_user_output(check_settings, tmp_path, capsys):
+    write_config("mine.yaml", make_config(model={"mistake": "prints"}, global_batch_size=20))
     assert main(["check", "--config", "mine.yaml"]) == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
@@ -214,11 +214,11 @@ def test_output_fits_80_columns_without_user_output(checked, tmp_path, capsys):
     assert "a word of the user's" not in out
 
 
-def test_json_has_no_numbers_that_json_lacks(checked):
+def test_json_has_no_numbers_that_json_lacks(check_settings):
     def refuse(text):
         raise AssertionError(text)
 
-    json.loads(checked(model={"mistake": "nan"}).out, parse_constant=refuse)
+    json.loads(check_settings(model={"mistake": "nan"}).out, parse_constant=refuse)
 
 
 @pytest.mark.parametrize("name", ["breast_cancer", "diabetes"])

@@ -16,11 +16,11 @@ from lumen.cli import main
 from lumen.tools.convert import unpickle
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("here")
+pytestmark = pytest.mark.usefixtures("empty_directory")
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -29,14 +29,14 @@ def convert(*words, code=0):
     return load_file("out.safetensors") if code == 0 else None
 
 
-def refused(capsys, *words, code=2):
+def catch_error(capsys, *words, code=2):
     capsys.readouterr()
     convert(*words, code=code)
     assert [path for path in Path().iterdir() if ".tmp-" in path.name] == []
     return capsys.readouterr().err.removeprefix("error: ").rstrip("\n")
 
 
-def lightnings(task, **more):
+def write_lightning_checkpoint(task, **more):
     """Write a checkpoint like Lightning 2."""
     optimizer = torch.optim.AdamW(task.parameters())
     task(torch.ones(1, 4)).sum().backward()
@@ -64,7 +64,7 @@ class Net(nn.Module):
 @pytest.mark.slow
 def test_lightning_checkpoint_yields_tensors_and_hyperparameters(capsys):
     net = Net()
-    torch.save(lightnings(net), "last.ckpt")
+    torch.save(write_lightning_checkpoint(net), "last.ckpt")
     tensors = convert("last.ckpt", "out.safetensors")
     assert tensors.keys() == net.state_dict().keys()
     assert all(torch.equal(tensors[name], value) for name, value in net.state_dict().items())
@@ -77,7 +77,7 @@ def test_lightning_checkpoint_yields_tensors_and_hyperparameters(capsys):
 @pytest.mark.slow
 def test_module_and_rename_select_and_rename_tensors():
     net = Net()
-    torch.save(lightnings(net), "last.ckpt")
+    torch.save(write_lightning_checkpoint(net), "last.ckpt")
     tensors = convert("last.ckpt", "out.safetensors", "--module", "model", "--rename", r"^0\.=first.")
     assert set(tensors) == {name.replace("0.", "first.", 1) for name in net.model.state_dict()}
     assert torch.equal(tensors["first.weight"], net.model[0].weight)
@@ -163,7 +163,7 @@ def test_a_name_module_that_not_all_share_stays(capsys):
 
 @pytest.mark.slow
 def test_hyperparameters_that_are_no_plain_data_are_named(capsys):
-    torch.save(lightnings(Net(), hyper_parameters={"lr": 0.1, "prior": torch.ones(2)}), "last.ckpt")
+    torch.save(write_lightning_checkpoint(Net(), hyper_parameters={"lr": 0.1, "prior": torch.ones(2)}), "last.ckpt")
     convert("last.ckpt", "out.safetensors")
     out, said = capsys.readouterr()
     assert yaml.safe_load(out) == {"lr": 0.1}
@@ -178,8 +178,8 @@ class Bomb:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [Bomb(), Namespace(lr=1)], ids=["code", "object"])
 def test_what_only_code_could_make_is_not_made(capsys, what):
-    torch.save(lightnings(Net(), hyper_parameters={"args": what}), "last.ckpt")
-    said = refused(capsys, "last.ckpt", "out.safetensors", code=1)
+    torch.save(write_lightning_checkpoint(Net(), hyper_parameters={"args": what}), "last.ckpt")
+    said = catch_error(capsys, "last.ckpt", "out.safetensors", code=1)
     name = "argparse.Namespace" if isinstance(what, Namespace) else "getattr"
     assert said.startswith(f"last.ckpt contains an object of {name}, but Lumen runs no code")
     assert "torch.save(model.state_dict(), FILE)" in said
@@ -217,10 +217,10 @@ def test_invalid_arguments_are_found_before_the_work(capsys):
         (["out.pt"], "Name a .safetensors file"),
         (["nowhere/out.safetensors"], "there is no directory nowhere"),
     ]:
-        assert said in refused(capsys, "text.ckpt", *words)
-    assert "there is no file gone.pt" in refused(capsys, "gone.pt", "out.safetensors", code=1)
+        assert said in catch_error(capsys, "text.ckpt", *words)
+    assert "there is no file gone.pt" in catch_error(capsys, "gone.pt", "out.safetensors", code=1)
     Path("out.safetensors").write_text("mine")
-    assert "Lumen overwrites nothing" in refused(capsys, "text.ckpt", "out.safetensors")
+    assert "Lumen overwrites nothing" in catch_error(capsys, "text.ckpt", "out.safetensors")
     assert Path("out.safetensors").read_text() == "mine"
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import lumen
 from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.cli import main
-from tests.helpers.checkpoints import FILES, REGIONS, handmade, same, save, small, tensor_of
+from tests.helpers.checkpoints import FILES, REGIONS, is_same_tensor, make_tensor, save, save_small, write_chunked
 from tests.helpers.export import STEPS, Net, Task, export, fit
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
@@ -47,7 +47,7 @@ def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def tensors(*words):
+def export_tensors(*words):
     """Return the tensors in the file that an export of the run writes."""
     export("runs/run", "--output", "weights.safetensors", *words)
     found = load_file("weights.safetensors")
@@ -56,7 +56,7 @@ def tensors(*words):
 
 
 @pytest.fixture
-def refused(capsys):
+def catch_error(capsys):
     """Export in a way that must fail without leaving a file; return the message."""
 
     def run(*words, code):
@@ -78,9 +78,9 @@ def refused(capsys):
 def test_export_loads_into_plain_module_with_same_outputs():
     task = fit()
     plain = Task().eval()
-    plain.load_state_dict(tensors(), strict=True)
+    plain.load_state_dict(export_tensors(), strict=True)
     net = Net().eval()
-    net.load_state_dict(tensors("--module", "net"), strict=True)
+    net.load_state_dict(export_tensors("--module", "net"), strict=True)
     inputs = torch.randn(5, 6)
     expected = task.net.eval()(inputs)
     assert torch.equal(plain.net(inputs), expected)
@@ -90,9 +90,9 @@ def test_export_loads_into_plain_module_with_same_outputs():
 
 def test_export_keeps_names_dtypes_and_bits():
     state = fit().state_dict()
-    found = tensors()
+    found = export_tensors()
     assert sorted(found) == sorted(state)
-    assert all(same(found[name], state[name]) for name in state)
+    assert all(is_same_tensor(found[name], state[name]) for name in state)
     assert found["net.again.weight"].data_ptr() != found["net.first.weight"].data_ptr()
 
 
@@ -103,15 +103,15 @@ def test_last_best_or_any_checkpoint_is_exported():
         export(f"runs/run/checkpoints/{step}", "--output", f"{step}.safetensors")
         by_step[step] = load_file(f"{step}.safetensors")["net.scale"]
     assert len({float(value) for value in by_step.values()}) == 3
-    assert tensors()["net.scale"] == by_step[STEPS[2]]
-    assert tensors("--which", "last")["net.scale"] == by_step[STEPS[2]]
-    assert tensors("--which", "best")["net.scale"] == by_step[STEPS[0]]
+    assert export_tensors()["net.scale"] == by_step[STEPS[2]]
+    assert export_tensors("--which", "last")["net.scale"] == by_step[STEPS[2]]
+    assert export_tensors("--which", "best")["net.scale"] == by_step[STEPS[0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_only_floating_point_tensors_are_cast(dtype, capsys):
     state = fit().state_dict()
-    found = tensors("--dtype", str(dtype).removeprefix("torch."))
+    found = export_tensors("--dtype", str(dtype).removeprefix("torch."))
     integers = {name for name, tensor in state.items() if not tensor.is_floating_point()}
     assert integers == {
         "net.norm.num_batches_tracked",
@@ -119,7 +119,7 @@ def test_only_floating_point_tensors_are_cast(dtype, capsys):
         "averaged.module.norm.num_batches_tracked",
     }
     for name, tensor in state.items():
-        assert same(found[name], tensor if name in integers else tensor.to(dtype)), name
+        assert is_same_tensor(found[name], tensor if name in integers else tensor.to(dtype)), name
     assert "3 tensors without floating-point numbers are as saved" in capsys.readouterr().out
 
 
@@ -133,16 +133,16 @@ def test_numbers_that_a_dtype_cannot_hold_are_reported(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_every_dtype_that_safetensors_has_arrives(refused):
+def test_every_dtype_that_safetensors_has_arrives(catch_error):
     kinds = [torch.float64, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint16, torch.int8]
-    values = {f"{number}": tensor_of(kind, shape) for number, kind in enumerate(kinds) for shape in [(2, 3)]}
+    values = {f"{number}": make_tensor(kind, shape) for number, kind in enumerate(kinds) for shape in [(2, 3)]}
     save(Path("step-1"), model={**values, "empty": torch.ones(0, 2), "scalar": torch.tensor(3.0)})
     export("step-1", "--output", "all.safetensors")
     found = load_file("all.safetensors")
-    assert all(same(found[name], tensor) for name, tensor in values.items())
+    assert all(is_same_tensor(found[name], tensor) for name, tensor in values.items())
     assert (found["empty"].shape, found["scalar"].item()) == ((0, 2), 3.0)
     save(Path("step-2"), model={"a.wide": torch.ones(2, dtype=torch.complex128), "b": torch.ones(1)})
-    assert "a.wide is torch.complex128, which safetensors" in refused("step-2", "--output", "x.safetensors", code=1)
+    assert "a.wide is torch.complex128, which safetensors" in catch_error("step-2", "--output", "x.safetensors", code=1)
 
 
 # bits of the mantissa, and the bias of the exponent
@@ -152,7 +152,7 @@ FLOAT8 = {
 }  # fmt: skip
 
 
-def value_of(byte, kind):
+def decode_byte(byte, kind):
     """Return the value of a byte by the definition of the format."""
     if kind == torch.float8_e8m0fnu:
         return math.nan if byte == 255 else 2.0 ** (byte - 127)
@@ -174,7 +174,7 @@ def value_of(byte, kind):
 def test_every_number_of_eight_bits_is_cast_rightly(kind, dtype, capsys):
     save(Path("step-1"), model={"w": torch.arange(256).to(torch.uint8).view(kind)})
     export("step-1", "--output", "cast.safetensors", "--dtype", str(dtype).removeprefix("torch."))
-    exact = torch.tensor([value_of(byte, kind) for byte in range(256)], dtype=torch.float64)
+    exact = torch.tensor([decode_byte(byte, kind) for byte in range(256)], dtype=torch.float64)
     found = load_file("cast.safetensors")["w"]
     torch.testing.assert_close(found, exact.to(dtype), rtol=0, atol=0, equal_nan=True)
     lost = int((exact.isfinite() & ~exact.to(dtype).isfinite()).sum())
@@ -185,19 +185,19 @@ def test_every_number_of_eight_bits_is_cast_rightly(kind, dtype, capsys):
 
 def test_what_no_cast_concerns_is_as_saved():
     kinds = [torch.complex64, torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.uint64]
-    values = {str(kind): tensor_of(kind, (2, 3)) for kind in kinds}
+    values = {str(kind): make_tensor(kind, (2, 3)) for kind in kinds}
     save(Path("step-1"), model={**values, "w": torch.tensor([math.pi, math.nan])})
     export("step-1", "--output", "cast.safetensors", "--dtype", "bfloat16")
     found = load_file("cast.safetensors")
     assert found.pop("w").dtype == torch.bfloat16
     assert found.keys() == values.keys()
-    assert all(same(found[name], tensor) for name, tensor in values.items())
+    assert all(is_same_tensor(found[name], tensor) for name, tensor in values.items())
 
 
-def test_packed_dtypes_are_rejected(refused):
-    save(Path("step-1"), model={"a.packed": tensor_of(torch.float4_e2m1fn_x2, (2, 3)), "b.w": torch.ones(2)})
+def test_packed_dtypes_are_rejected(catch_error):
+    save(Path("step-1"), model={"a.packed": make_tensor(torch.float4_e2m1fn_x2, (2, 3)), "b.w": torch.ones(2)})
     for words in ([], ["--dtype", "bfloat16"]):
-        said = refused("step-1", "--output", "x.safetensors", *words, code=1)
+        said = catch_error("step-1", "--output", "x.safetensors", *words, code=1)
         assert "a.packed is torch.float4_e2m1fn_x2, which safetensors files cannot store. Leave the tensor out" in said
     export("step-1", "--output", "x.safetensors", "--module", "b")
 
@@ -208,46 +208,46 @@ def test_packed_dtypes_are_rejected(refused):
 def test_lookaheads_slow_weights_stand_for_the_parameters(capsys):
     task = fit(k=4)  # the sixth step is between two exchanges
     slow = {name: task.optimizers().state[p].get("slow") for name, p in task.named_parameters() if p.requires_grad}
-    found = tensors("--average", "Lookahead")
+    found = export_tensors("--average", "Lookahead")
     trained = [name for name, value in slow.items() if value is not None]
     assert sorted(trained) == sorted(
         f"net.{each}" for each in ("first.weight", "first.bias", "norm.weight", "norm.bias", "scale")
     )
     for name in trained:
-        assert same(found[name], slow[name]), name
+        assert is_same_tensor(found[name], slow[name]), name
         assert not torch.equal(found[name], task.get_parameter(name))
-    assert same(found["net.again.weight"], slow["net.first.weight"])
-    assert same(found["net.norm.running_mean"], task.net.norm.running_mean)
+    assert is_same_tensor(found["net.again.weight"], slow["net.first.weight"])
+    assert is_same_tensor(found["net.norm.running_mean"], task.net.norm.running_mean)
     assert f"{len(trained) + 1} tensors are averages of Lookahead" in capsys.readouterr().out
 
 
 def test_a_callbacks_averages_stand_for_the_parameters():
     average = Average()
     task = fit(average)
-    found = tensors("--average", "Average")
-    assert all(same(found[name], value) for name, value in average.values.items())
+    found = export_tensors("--average", "Average")
+    assert all(is_same_tensor(found[name], value) for name, value in average.values.items())
     assert not torch.equal(found["net.scale"], task.net.scale)
     assert sorted(found) == sorted(task.state_dict())
-    assert same(tensors()["net.scale"], task.net.scale.detach())
+    assert is_same_tensor(export_tensors()["net.scale"], task.net.scale.detach())
 
 
 def test_averaged_module_is_exported():
     task = fit()
     net = Net()
-    net.load_state_dict(tensors("--module", "averaged.module"), strict=True)
+    net.load_state_dict(export_tensors("--module", "averaged.module"), strict=True)
     assert torch.equal(net.scale, task.averaged.module.scale)
     assert not torch.equal(net.scale, task.net.scale)
 
 
-def test_missing_or_ambiguous_average_is_named(refused):
+def test_missing_or_ambiguous_average_is_named(catch_error):
     fit(Trailing())
     words = ["runs/run", "--output", "x.safetensors", "--average"]
-    said = refused(*words, "Lookahead", code=2)
+    said = catch_error(*words, "Lookahead", code=2)
     assert "has no average of that name. Available: callbacks.Trailing.slow, callbacks.Trailing.fast." in said
-    assert "has several averages of that name. Available: callbacks.Trailing.sl" in refused(*words, "Trailing", code=2)
-    assert tensors("--average", "callbacks.Trailing.slow")
+    assert "has several averages of that name. Available: callbacks.Trailing.sl" in catch_error(*words, "Trailing", code=2)
+    assert export_tensors("--average", "callbacks.Trailing.slow")
     export("runs/run", "--output", "plain.safetensors")
-    said = refused("plain.safetensors", "--output", "x.safetensors", "--average", "Lookahead", code=2)
+    said = catch_error("plain.safetensors", "--output", "x.safetensors", "--average", "Lookahead", code=2)
     assert "plain.safetensors is not a checkpoint of Lumen" in said
 
 
@@ -273,7 +273,7 @@ def test_sharded_export_follows_the_hub_format():
     export("runs/run", "--output", "hub", "--max_shard_size", "200B")
     found, sizes = read_as_hubs_do(Path("hub"))
     assert sorted(found) == sorted(state)
-    assert all(same(found[name], state[name]) for name in state)
+    assert all(is_same_tensor(found[name], state[name]) for name in state)
     assert len(sizes) > 2
     assert max(sizes) <= 200
 
@@ -301,7 +301,9 @@ def test_lumen_reads_its_own_export(size):
     for name, tensor in trained.state_dict().items():
         assert torch.equal(task.state_dict()[name], tensor), name
     export("hub", "--output", "again.safetensors")
-    assert all(same(load_file("again.safetensors")[name], tensor) for name, tensor in trained.state_dict().items())
+    assert all(
+        is_same_tensor(load_file("again.safetensors")[name], tensor) for name, tensor in trained.state_dict().items()
+    )
 
 
 # ---------------------------------------------------------------------- checkpoints of many processes
@@ -310,19 +312,19 @@ def test_lumen_reads_its_own_export(size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("regions", REGIONS.values(), ids=REGIONS)
 def test_tensors_in_several_chunks_are_consolidated(dtype, regions):
-    tensor = handmade(Path("step-1"), dtype, (5, 3), regions)
+    tensor = write_chunked(Path("step-1"), dtype, (5, 3), regions)
     export("step-1", "--output", "whole.safetensors")
     found = load_file("whole.safetensors")
-    assert same(found["w"], tensor)
-    assert same(found["other"], torch.ones(2))
+    assert is_same_tensor(found["w"], tensor)
+    assert is_same_tensor(found["other"], torch.ones(2))
 
 
 # ---------------------------------------------------------------------- other destinations
 
 
-def test_checkpoints_in_an_object_store_are_exported(refused):
+def test_checkpoints_in_an_object_store_are_exported(catch_error):
     for step in (1, 2):
-        small(as_path_or_url(f"memory://exported/run/step-{step}"), value=float(step))
+        save_small(as_path_or_url(f"memory://exported/run/step-{step}"), value=float(step))
     for source in ("memory://exported/run", "memory://exported/run/step-2"):
         export(source, "--output", "x.safetensors")
         assert torch.equal(load_file("x.safetensors")["a"], torch.full((4, 4), 2.0))
@@ -331,7 +333,7 @@ def test_checkpoints_in_an_object_store_are_exported(refused):
     assert torch.equal(load_file("mean.safetensors")["a"], torch.full((4, 4), 1.5))
     memory = fsspec.filesystem("memory")
     memory.rm_file(memory.glob("/exported/run/step-2/model/00000-00000-*")[0])
-    said = refused("memory://exported/run/step-2", "--output", "x.safetensors", code=1)
+    said = catch_error("memory://exported/run/step-2", "--output", "x.safetensors", code=1)
     assert "memory://exported/run/step-1 is valid." in said
 
 
@@ -363,7 +365,7 @@ def flip(path):
 
 @pytest.mark.parametrize("file", ["model/00000-00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
-def test_damage_is_named_with_an_intact_checkpoint(refused, file, how):
+def test_damage_is_named_with_an_intact_checkpoint(catch_error, file, how):
     fit()
     path = Path("runs/run/checkpoints", STEPS[2])
     if how == "flipped":
@@ -372,7 +374,7 @@ def test_damage_is_named_with_an_intact_checkpoint(refused, file, how):
         os.truncate(path / file, (path / file).stat().st_size - 1)
     else:
         (path / file).unlink()
-    said = refused(path, "--output", "x.safetensors", code=1)
+    said = catch_error(path, "--output", "x.safetensors", code=1)
     assert f"{path} is damaged, and nothing was written: " in said
     assert file in said
     assert f"runs/run/checkpoints/{STEPS[1]} is valid." in said
@@ -390,12 +392,12 @@ def test_newest_valid_checkpoint_is_exported_and_damage_named(capsys):
     assert Path("run.safetensors").read_bytes() == Path("second.safetensors").read_bytes()
 
 
-def test_where_nothing_is_whole_that_is_said(refused):
+def test_where_nothing_is_whole_that_is_said(catch_error):
     fit()
     for step in STEPS:
         flip(f"runs/run/checkpoints/{step}/model/00000-00000.safetensors")
-    assert "every checkpoint in runs/run/checkpoints is damaged" in refused("runs/run", "--output", "x", code=1)
-    said = refused(f"runs/run/checkpoints/{STEPS[0]}", "--output", "x", code=1)
+    assert "every checkpoint in runs/run/checkpoints is damaged" in catch_error("runs/run", "--output", "x", code=1)
+    said = catch_error(f"runs/run/checkpoints/{STEPS[0]}", "--output", "x", code=1)
     assert "The directory has no other valid checkpoint." in said
 
 
@@ -425,43 +427,43 @@ def test_where_nothing_is_whole_that_is_said(refused):
         ([], "the following arguments are required: CHECKPOINT_OR_RUN. Usage: lumen export", 2),
     ],
 )
-def test_failed_export_is_one_error_and_leaves_nothing(refused, words, message, code):
-    small(Path("step-1"))
+def test_failed_export_is_one_error_and_leaves_nothing(catch_error, words, message, code):
+    save_small(Path("step-1"))
     Path("empty").mkdir()
     Path("notes.txt").write_text("some notes")
     Path("model.ckpt").write_bytes(b"\x80")
     Path("dangling").symlink_to("nothing")
     words = words if "--output" in words else ["--output", "x.safetensors", *words]
-    assert message in refused(*words, code=code)
+    assert message in catch_error(*words, code=code)
 
 
-def test_what_exists_is_never_overwritten(refused):
-    small(Path("step-1"))
+def test_what_exists_is_never_overwritten(catch_error):
+    save_small(Path("step-1"))
     for name in ("there.safetensors", "there"):
         export("step-1", "--output", name)
         before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-        assert f"--output {name}: the output exists" in refused("step-1", "--output", name, code=2)
+        assert f"--output {name}: the output exists" in catch_error("step-1", "--output", name, code=2)
         assert before == {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-def test_best_without_monitor_explains_itself(refused):
+def test_best_without_monitor_explains_itself(catch_error):
     quiet_trainer(Path(), max_steps=2).fit(Regression(), loader())
-    said = refused("runs/run", "--output", "x", "--which", "best", code=1)
+    said = catch_error("runs/run", "--output", "x", "--which", "best", code=1)
     assert "no checkpoint is recorded as best, because no ModelCheckpoint that saves there has a monitor" in said
 
 
-def test_only_what_is_exported_needs_to_be_whole(refused):
-    small(Path("step-1"))
+def test_only_what_is_exported_needs_to_be_whole(catch_error):
+    save_small(Path("step-1"))
     flip(f"step-1/{FILES[4]}")
     export("step-1", "--output", "x.safetensors")
-    assert FILES[4] in refused("step-1", "--output", "y.safetensors", "--average", "Lookahead", code=1)
+    assert FILES[4] in catch_error("step-1", "--output", "y.safetensors", "--average", "Lookahead", code=1)
 
 
 # ---------------------------------------------------------------------- disks and memory
 
 
 def test_failed_start_leaves_no_empty_directory(capsys):
-    small(Path("step-1"))
+    save_small(Path("step-1"))
     export("step-1", "--output", "hub")  # memory of the imports
     capsys.readouterr()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -477,7 +479,7 @@ def test_failed_start_leaves_no_empty_directory(capsys):
 
 
 def test_only_matching_leftovers_are_removed():
-    small(Path("step-1"))
+    save_small(Path("step-1"))
     Path("elsewhere").mkdir()
     Path("elsewhere/x.safetensors").write_text("theirs")
     Path("x.safetensors.tmp-00000001").write_text("a file")

@@ -78,11 +78,11 @@ def export(*words, code=0):
     return main(["export", "runs/line", *words]) == code
 
 
-def trained(kind, **arguments):
+def train_model(kind, **arguments):
     return kind.load_from_checkpoint("runs/line", **arguments).eval()
 
 
-def refused(capsys, *words):
+def catch_error(capsys, *words):
     capsys.readouterr()
     assert export(*words, code=2)
     assert not [path for path in Path().iterdir() if ".tmp-" in path.name]
@@ -96,7 +96,7 @@ def test_exported_program_is_exact_for_any_batch_size(capsys):
     assert capsys.readouterr().out == (
         "line.pt2: torch-export, from runs/line; checked: outputs differ from the model's by at most 0\n"
     )
-    program, task = torch.export.load("line.pt2").module(), trained(Line)
+    program, task = torch.export.load("line.pt2").module(), train_model(Line)
     for count in (2, 5):
         assert torch.equal(program(X[:count]), task(X[:count]))
 
@@ -104,7 +104,7 @@ def test_exported_program_is_exact_for_any_batch_size(capsys):
 def test_module_is_exported_with_example_inputs_and_dtype():
     fit("Within")
     assert export("--format", "torch-export", "--output", "net.pt2", "--module", "net", "--dtype", "bfloat16")
-    net = trained(Within).net.to(torch.bfloat16)
+    net = train_model(Within).net.to(torch.bfloat16)
     program = torch.export.load("net.pt2").module()
     assert torch.equal(program(X.to(torch.bfloat16)), net(X.to(torch.bfloat16)))
 
@@ -115,7 +115,7 @@ def test_a_directory_is_what_from_pretrained_reads(capsys):
     assert "GPT2LMHeadModel.from_pretrained reads bitwise identical values" in capsys.readouterr().out
     read, notes = GPT2LMHeadModel.from_pretrained("gpt", output_loading_info=True)
     assert not any(notes.values())
-    task = trained(Writer)
+    task = train_model(Writer)
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(read.eval()(ids).logits, task.gpt(ids).logits)
     assert "lm_head.weight" not in load_file("gpt/model.safetensors")  # tied, and written only once
@@ -130,7 +130,7 @@ def test_an_adapter_is_merged_into_its_model(capsys):
     read, notes = GPT2LMHeadModel.from_pretrained("gpt", output_loading_info=True)
     assert not any(notes.values())
     ids = torch.tensor([[1, 2, 3]])
-    task = trained(Adapted).eval()
+    task = train_model(Adapted).eval()
     torch.testing.assert_close(read.eval()(ids).logits, task.gpt(ids).logits)
     with task.gpt.disable_adapter():
         assert not torch.allclose(read(ids).logits, task.gpt(ids).logits, atol=1e-3)
@@ -148,13 +148,15 @@ def test_a_program_of_onnx_gives_the_tasks_numbers():
     assert export("--format", "onnx", "--output", "line.onnx")
     evaluator = reference.ReferenceEvaluator("line.onnx")
     (name,) = evaluator.input_names
-    torch.testing.assert_close(torch.from_numpy(evaluator.run(None, {name: X.numpy()})[0]), trained(Line)(X).detach())
+    torch.testing.assert_close(
+        torch.from_numpy(evaluator.run(None, {name: X.numpy()})[0]), train_model(Line)(X).detach()
+    )
 
 
 def test_packages_that_are_missing_are_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert "--format onnx needs onnx and onnxscript. Run: pip install onnx onnxscript" in refused(
+    assert "--format onnx needs onnx and onnxscript. Run: pip install onnx onnxscript" in catch_error(
         capsys, "--format", "onnx", "--output", "line.onnx"
     )
 
@@ -162,17 +164,17 @@ def test_packages_that_are_missing_are_named(capsys, monkeypatch):
 def test_what_cannot_be_exported_so_says_why(capsys):
     fit()
     program = ["--format", "torch-export", "--output"]
-    assert "writes a .pt2 file" in refused(capsys, *program, "line.onnx")
-    assert "writes a directory" in refused(capsys, "--format", "huggingface", "--output", "line.safetensors")
-    assert "there is no directory nowhere" in refused(capsys, *program, "nowhere/line.pt2")
-    assert "only for --format safetensors" in refused(capsys, *program, "line.pt2", "--max_shard_size", "1GB")
-    assert "found none" in refused(capsys, "--format", "huggingface", "--output", "line")
+    assert "writes a .pt2 file" in catch_error(capsys, *program, "line.onnx")
+    assert "writes a directory" in catch_error(capsys, "--format", "huggingface", "--output", "line.safetensors")
+    assert "there is no directory nowhere" in catch_error(capsys, *program, "nowhere/line.pt2")
+    assert "only for --format safetensors" in catch_error(capsys, *program, "line.pt2", "--max_shard_size", "1GB")
+    assert "found none" in catch_error(capsys, "--format", "huggingface", "--output", "line")
     Path("line.pt2").write_text("mine")
-    assert "Lumen overwrites nothing" in refused(capsys, *program, "line.pt2")
+    assert "Lumen overwrites nothing" in catch_error(capsys, *program, "line.pt2")
     assert Path("line.pt2").read_text() == "mine"
     config = yaml.safe_load(Path("runs/line/config.yaml").read_text())
     Path("runs/line/config.yaml").rename("kept.yaml")
-    assert "runs/line has no config.yaml" in refused(capsys, *program, "new.pt2")
+    assert "runs/line has no config.yaml" in catch_error(capsys, *program, "new.pt2")
     config["model"]["init_args"]["width"] = 4
     Path("runs/line/config.yaml").write_text(yaml.safe_dump(config))
     capsys.readouterr()

@@ -15,9 +15,9 @@ from lumen.errors import ConfigError, RunDirectoryError
 from lumen.tools.report.record import Series, ValueTable, thin_series
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
-from tests.helpers.pages import snippets
-from tests.helpers.report import CONFIG, FILES, Page, digest, recorded
-from tests.helpers.tables import rows_of
+from tests.helpers.pages import find_programs
+from tests.helpers.report import CONFIG, FILES, Page, compute_digest, write_run
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
 HOSTILE = '</script><script>window.pwned = 1</script>"\'><img src=x onerror="window.pwned = 1">{{ 7 * 191 }}'
@@ -26,7 +26,7 @@ HOSTILE = '</script><script>window.pwned = 1</script>"\'><img src=x onerror="win
 
 
 def test_report_shows_all_recorded_parts(tmp_path, report):
-    text = report(recorded(tmp_path / "a")).text
+    text = report(write_run(tmp_path / "a")).text
     assert "Report of a run a" in text
     assert "a finished 3 2 1 min 40 s 60.0 % 1" in text  # steps, epochs, time, goodput, restarts
     assert "loss 0.125 0.125 3 0.5 1 3" in text  # last, lowest and highest value, and their steps
@@ -42,7 +42,7 @@ def test_report_shows_all_recorded_parts(tmp_path, report):
 def test_report_shows_numbers_of_the_record(tmp_path, report):
     trainer = bare_trainer(tmp_path, max_epochs=2, logger=True, enable_checkpointing=True, log_every_n_steps=1)
     trainer.fit(Regression(), loader(), loader())
-    rows = rows_of(trainer.run_directory / "metrics.csv")
+    rows = read_rows(trainer.run_directory / "metrics.csv")
     page = report(trainer.run_directory)
     losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     assert f"{losses[-1]:.6g} {min(losses):.6g}" in page.text
@@ -54,8 +54,8 @@ def test_report_shows_numbers_of_the_record(tmp_path, report):
 
 
 def test_several_runs_are_overlaid_and_settings_compared(tmp_path, report):
-    one = recorded(tmp_path / "one")
-    two = recorded(tmp_path / "two", config_yaml=CONFIG.replace("lr: 0.1", "lr: 0.2"))
+    one = write_run(tmp_path / "one")
+    two = write_run(tmp_path / "two", config_yaml=CONFIG.replace("lr: 0.1", "lr: 0.2"))
     page = report(one, two)
     assert "Settings that differ Setting one two model.init_args.lr 0.1 0.2 ▸" not in page.text
     assert "Settings that differ Setting one two model.init_args.lr 0.1 0.2 config.yaml of one" in page.text
@@ -74,7 +74,7 @@ def test_several_runs_are_overlaid_and_settings_compared(tmp_path, report):
 
 def test_equal_names_are_distinguished_and_directories_expanded(tmp_path, report):
     for parent in ("may", "june"):
-        save(recorded(tmp_path / f"all/{parent}/a") / "checkpoints/step-00000003")
+        save(write_run(tmp_path / f"all/{parent}/a") / "checkpoints/step-00000003")
     page = report(tmp_path / "all", tmp_path / "all/may/a")
     assert "Report of 2 runs june/a may/a" in page.text
 
@@ -82,20 +82,20 @@ def test_equal_names_are_distinguished_and_directories_expanded(tmp_path, report
 def test_what_scripts_have_set_is_compared_too(tmp_path, report):
     rates = {"one": 0.1, "two": 0.2}
     texts = {name: f"model: {{lr: {rate}}}\n" for name, rate in rates.items()}
-    runs = [recorded(tmp_path / name, config_yaml=None, script_yaml=text) for name, text in texts.items()]
+    runs = [write_run(tmp_path / name, config_yaml=None, script_yaml=text) for name, text in texts.items()]
     text = report(*runs).text
     assert "Settings that differ Setting one two model.lr 0.1 0.2 script.yaml of one" in text
 
 
 def test_what_a_resume_has_changed_is_shown(tmp_path, report):
-    run = recorded(tmp_path / "a")
+    run = write_run(tmp_path / "a")
     (run / "config-1.yaml").write_text(CONFIG.replace("width: 8", "width: 4"))
     text = report(run).text
     assert "changed when the run was resumed Setting config-1.yaml config.yaml model.init_args.width 4 8" in text
 
 
 def test_restarts_epochs_and_checkpoints_are_marked(tmp_path, report):
-    run = recorded(tmp_path / "a")
+    run = write_run(tmp_path / "a")
     (run / "checkpoints").mkdir()
     save(run / "checkpoints/step-00000003")
     page = report(run)
@@ -111,7 +111,7 @@ def test_restarts_epochs_and_checkpoints_are_marked(tmp_path, report):
 
 @pytest.mark.parametrize("name", FILES)
 def test_missing_file_hides_only_its_part(tmp_path, report, name):
-    run = recorded(tmp_path / "a")
+    run = write_run(tmp_path / "a")
     (run / name).unlink()
     text = report(run).text
     shown = {
@@ -124,7 +124,7 @@ def test_missing_file_hides_only_its_part(tmp_path, report, name):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("content", [b"", b"\x00\xff\xfe{[:,\n\n- &a [*a]\r\n" * 3], ids=["empty", "no-text"])
 def test_invalid_file_hides_only_its_part(tmp_path, report, name, content):
-    run = recorded(tmp_path / "a")
+    run = write_run(tmp_path / "a")
     (run / name).write_bytes(content)
     text = report(run).text
     assert "a finished" in text or name == "run.log"
@@ -132,14 +132,14 @@ def test_invalid_file_hides_only_its_part(tmp_path, report, name, content):
 
 
 def test_empty_run_has_no_script(tmp_path, report):
-    page = report(recorded(tmp_path / "a", **{name.replace(".", "_"): None for name in FILES if name != "run.log"}))
+    page = report(write_run(tmp_path / "a", **{name.replace(".", "_"): None for name in FILES if name != "run.log"}))
     assert page.scripts == []
     assert "a finished – –" in page.text
 
 
 def test_non_finite_values_are_counted(tmp_path, report):
     rows = "step,epoch,loss\n1,0,nan\n2,0,0.5\n3,0,inf\n4,0,-inf\n5,0,0.25\n"
-    page = report(recorded(tmp_path / "a", metrics_csv=rows, system_csv="step,only\n1,nan\n"))
+    page = report(write_run(tmp_path / "a", metrics_csv=rows, system_csv="step,only\n1,nan\n"))
     assert "loss 0.25 0.25 5 0.5 2 5 (3 not finite)" in page.text
     arrays = page.drawn()
     assert any(np.isnan(each).tolist() == [True, False, True, True, False] for each in arrays["y"])
@@ -153,7 +153,7 @@ def test_incomplete_last_line_is_ignored(tmp_path):
 
 def test_links_out_of_the_run_are_not_followed(tmp_path, report):
     (tmp_path / "secret").write_text("INFO the password is swordfish\n")
-    run = recorded(tmp_path / "a", run_log=None, config_yaml=None)
+    run = write_run(tmp_path / "a", run_log=None, config_yaml=None)
     for name in ("run.log", "config.yaml"):
         (run / name).symlink_to(tmp_path / "secret")
     assert "swordfish" not in report(run).source
@@ -161,7 +161,7 @@ def test_links_out_of_the_run_are_not_followed(tmp_path, report):
 
 def test_text_of_a_run_is_always_escaped(tmp_path, report):
     column = '"' + HOSTILE.replace('"', '""') + '"'
-    run = recorded(
+    run = write_run(
         tmp_path / re.sub("/", "∕", HOSTILE),
         metrics_csv=f"step,epoch,{column}\n1,0,0.5\n2,0,0.25\n",
         system_csv=f"step,{column}\n1,0.5\n",
@@ -171,9 +171,9 @@ def test_text_of_a_run_is_always_escaped(tmp_path, report):
         f"2026-01-01 00:00:09,000 ERROR failed: {HOSTILE}\n",
     )
     (run / "config-1.yaml").write_text(json.dumps({"model": {HOSTILE: "another"}}))
-    page = report(run, recorded(tmp_path / "other"))
+    page = report(run, write_run(tmp_path / "other"))
     assert len(page.scripts) == 4
-    assert {digest(script) for script in page.scripts} == page.allowed
+    assert {compute_digest(script) for script in page.scripts} == page.allowed
     assert not any("pwned" in script or "1337" in script for script in page.scripts)
     assert "'unsafe-inline'" not in page.policy.partition("script-src")[2]
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
@@ -203,7 +203,7 @@ def test_thinning_keeps_peaks_ends_and_mean():
 def test_million_rows_are_reduced_with_their_peak(tmp_path, report):
     rows = [f"{step},{step // 100_000},{1000 / (step + 1000):.12f},\n" for step in range(1_000_000)]
     rows[654_321] = "654321,6,77.5,1\n"
-    page = report(recorded(tmp_path / "a", metrics_csv="step,epoch,loss,lr\n" + "".join(rows)))
+    page = report(write_run(tmp_path / "a", metrics_csv="step,epoch,loss,lr\n" + "".join(rows)))
     assert "loss 0.000999002 0.000999002 999,999 77.5 654,321 1,000,000" in page.text
     highest = [each.max() for each in page.drawn()["y"]]
     assert 77.5 in highest
@@ -216,7 +216,7 @@ def test_many_names_and_long_logs_are_truncated_visibly(tmp_path, report):
     lines = [",".join([str(step), "0", *["0.5"] * 1000]) for step in range(40)]
     metrics = "\n".join([",".join(["step", "epoch", *names]), *lines, ""])
     log = "".join(f"2026-01-01 00:00:00,000 INFO line {number}\n" for number in range(100_000))
-    page = report(recorded(tmp_path / "a", metrics_csv=metrics, run_log=log))
+    page = report(write_run(tmp_path / "a", metrics_csv=metrics, run_log=log))
     assert sum("data-chart" in each for _, each in page.tags) == 40
     assert "Too many curves; not drawn: metric_40" in page.text
     assert "INFO line 99999" in page.text
@@ -239,7 +239,7 @@ def test_many_names_and_long_logs_are_truncated_visibly(tmp_path, report):
 )
 def test_invalid_command_is_one_error_with_a_fix(tmp_path, monkeypatch, capsys, words, error, said):
     monkeypatch.chdir(tmp_path)
-    recorded("a")
+    write_run("a")
     Path("empty").mkdir()
     assert main(["report", *words]) == (2 if error is ConfigError else 1)
     assert said in capsys.readouterr().err
@@ -248,7 +248,7 @@ def test_invalid_command_is_one_error_with_a_fix(tmp_path, monkeypatch, capsys, 
 
 def test_report_changes_no_run_and_replaces_old_report(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run = recorded("a")
+    run = write_run("a")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
     Path("report.html").write_text("old")
     assert main(["report", "a"]) == 0
@@ -267,7 +267,7 @@ class Fails(Regression):
         return super().training_step(batch)
 
 
-def trained(tmp_path, task, **options):
+def train_with_report(tmp_path, task, **options):
     options = {"max_steps": 4, "logger": True, "log_every_n_steps": 1, "callbacks": [lumen.Report()]} | options
     trainer = bare_trainer(tmp_path, enable_checkpointing=True, **options)
     trainer.fit(task, loader())
@@ -275,7 +275,7 @@ def trained(tmp_path, task, **options):
 
 
 def test_a_training_leaves_its_report_when_it_ends(tmp_path):
-    trainer = trained(tmp_path, Regression())
+    trainer = train_with_report(tmp_path, Regression())
     text = Page((trainer.run_directory / "report.html").read_text()).text
     assert "run finished 4" in text
     assert "step-00000004" in text
@@ -283,7 +283,7 @@ def test_a_training_leaves_its_report_when_it_ends(tmp_path):
 
 def test_failed_training_is_reported_with_its_error(tmp_path):
     with pytest.raises(KeyError, match="nothing"):
-        trained(tmp_path, Fails())
+        train_with_report(tmp_path, Fails())
     (file,) = tmp_path.rglob("report.html")
     text = Page(file.read_text()).text
     assert "run failed 2" in text
@@ -295,7 +295,7 @@ def test_unwritable_report_does_not_fail_the_training(tmp_path):
         def on_fit_start(self, trainer, task):
             (trainer.run_directory / "report.html" / "full").mkdir(parents=True)
 
-    trainer = trained(tmp_path, Regression(), callbacks=[lumen.Report(), InTheWay()], log_level="WARNING")
+    trainer = train_with_report(tmp_path, Regression(), callbacks=[lumen.Report(), InTheWay()], log_level="WARNING")
     assert trainer.global_step == 4
     assert trainer.state.finished
     log = (trainer.run_directory / "run.log").read_text()
@@ -305,14 +305,14 @@ def test_unwritable_report_does_not_fail_the_training(tmp_path):
 @pytest.mark.slow
 def test_examples_of_the_page_work(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (program,) = snippets("docs/guides/report.md")
+    (program,) = find_programs("docs/guides/report.md")
     exec(compile(program, "docs/guides/report.md", "exec"), {"__name__": "page"})
     assert capsys.readouterr().out.splitlines()[-1] == "runs/line/report.html"
     assert Path("runs/line/report.html").exists()
     commands = re.findall(r"^lumen (report .*?) *(?:#.*)?$", (ROOT / "docs/guides/report.md").read_text(), re.M)
     assert len(commands) == 3
     for name in ("gpt", "gpt-2"):
-        save(recorded(f"runs/{name}") / "checkpoints/step-00000003")
+        save(write_run(f"runs/{name}") / "checkpoints/step-00000003")
     for command in commands:
         assert main(command.split()) == 0
     assert {path.name for path in Path().glob("*.html")} == {"report.html", "both.html", "all.html"}

@@ -19,7 +19,7 @@ from lumen.cli import main
 from lumen.tools.runs.find import list_checkpoints
 from lumen.trainer.run_directory import RunDirectory
 from tests.helpers import runs
-from tests.helpers.checkpoints import FILES, bytes_read, save, small, tamper
+from tests.helpers.checkpoints import FILES, count_read_bytes, save, save_small, tamper_with_manifest
 from tests.helpers.runs import ENDINGS, fit, flip
 
 CONFIG = runs.CONFIG
@@ -28,7 +28,7 @@ CONFIG = runs.CONFIG
 pytestmark = pytest.mark.usefixtures("config_directory")
 
 
-def contents(folder="."):
+def read_contents(folder="."):
     """Return everything on the disk that would reveal a change."""
     return {
         path: (path.lstat().st_mtime_ns, path.lstat().st_ino, path.read_bytes() if path.is_file() else None)
@@ -36,12 +36,12 @@ def contents(folder="."):
     }
 
 
-# ---------------------------------------------------------------------- listed runs
+# ---------------------------------------------------------------------- list_runs runs
 
 
-def test_finished_run_lists_checkpoints_and_best(listed):
+def test_finished_run_lists_checkpoints_and_best(list_runs):
     fit()
-    run = listed()["line"]
+    run = list_runs()["line"]
     assert (run["status"], run["host"], run["pid"], run["problem"]) == ("finished", None, None, None)
     one, *others = run["checkpoints"]
     assert [each["step"] for each in run["checkpoints"]] == [3, 6, 9]
@@ -58,7 +58,7 @@ def test_finished_run_lists_checkpoints_and_best(listed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "CRITICAL"])
-def test_status_is_known_at_every_log_level(listed, level):
+def test_status_is_known_at_every_log_level(list_runs, level):
     Path("endings.py").write_text(ENDINGS)
     words = ["--trainer.log_level", level, "--trainer.name"]
     fit(*words, "finished")
@@ -70,7 +70,7 @@ def test_status_is_known_at_every_log_level(listed, level):
     with pytest.raises(SystemExit, match="143"):
         fit("--model=endings.Asked", *words, "stopped")
     assert main(["fit", "--config=line.yaml", "--model=endings.AskedTwice", *words, "at-once"]) == 130
-    found = listed()
+    found = list_runs()
     assert {name: (run["status"], run["error"]) for name, run in found.items()} == {
         "finished": ("finished", None),
         "short": ("finished", None),
@@ -80,10 +80,10 @@ def test_status_is_known_at_every_log_level(listed, level):
         "at-once": ("stopped", None),
     }
     fit(*words, "failed", "--trainer.resume=auto")
-    assert (listed()["failed"]["status"], listed()["failed"]["error"]) == ("finished", None)
+    assert (list_runs()["failed"]["status"], list_runs()["failed"]["error"]) == ("finished", None)
 
 
-def test_lumen_errors_and_late_errors_are_logged(listed, capsys):
+def test_lumen_errors_and_late_errors_are_logged(list_runs, capsys):
     Path("ends.py").write_text(
         "import torch, lumen\nfrom tests.helpers.cli_tasks import Line\n\n"
         "class Infinite(Line):\n"
@@ -97,49 +97,49 @@ def test_lumen_errors_and_late_errors_are_logged(listed, capsys):
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     with pytest.raises(OSError, match="too late"):
         fit("--trainer.callbacks=ends.Late", "--trainer.name=late")
-    found = listed()
+    found = list_runs()
     assert (found["infinite"]["status"], found["late"]["status"]) == ("failed", "failed")
     assert found["infinite"]["error"] == f"NonFiniteLoss: {line.removeprefix('error: ')} (step 0)"
     assert found["late"]["error"] == "OSError: too late (step 9)"
     assert "in teardown" in Path("runs/late/run.log").read_text()
 
 
-def test_exception_checkpoints_are_listed_but_foreign_folders_not(listed, shown):
+def test_exception_checkpoints_are_listed_but_foreign_folders_not(list_runs, show_runs):
     folder = Path("runs/mine/checkpoints")
     for name in ("step-7", "step-10-validating", "step-10-1", "step-10", "step-9"):
-        small(folder / "step-0").rename(folder / name)
-    small(folder / "step-8").rename(folder / "exception-step-8-1")
-    small(folder / "step-6").rename(folder / "step-6.damaged-1")
+        save_small(folder / "step-0").rename(folder / name)
+    save_small(folder / "step-8").rename(folder / "exception-step-8-1")
+    save_small(folder / "step-6").rename(folder / "step-6.damaged-1")
     shutil.copytree(folder / "step-7", folder / "step-7.tmp-0a1b2c3d")
-    small(folder / "step-5").rename(folder / "last")
+    save_small(folder / "step-5").rename(folder / "last")
     (folder / "notes.txt").write_text("")
-    run = listed()["mine"]
+    run = list_runs()["mine"]
     names = [each["name"] for each in run["checkpoints"]]
     assert names == [
         "step-6.damaged-1", "step-7", "exception-step-8-1", "step-9", "step-10-validating", "step-10", "step-10-1"
     ]  # fmt: skip
     assert [each["name"] for each in run["checkpoints"] if not each["valid"]] == ["step-6.damaged-1"]
     assert run["temporary"] == ["step-7.tmp-0a1b2c3d"]
-    shown("--verify")  # checkpoints that were set aside are known already
+    show_runs("--verify")  # checkpoints that were set aside are known already
 
 
-def test_numbers_that_json_does_not_have_are_strings(listed):
-    small(Path("runs/mine/checkpoints/step-1"))
-    assert listed()["mine"]["checkpoints"][0]["metrics"] == {"loss": "nan"}
+def test_numbers_that_json_does_not_have_are_strings(list_runs):
+    save_small(Path("runs/mine/checkpoints/step-1"))
+    assert list_runs()["mine"]["checkpoints"][0]["metrics"] == {"loss": "nan"}
 
 
 # ---------------------------------------------------------------------- damage
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_damage_is_named_with_its_file(listed, file):
+def test_damage_is_named_with_its_file(list_runs, file):
     for step in (1, 2):
-        small(Path(f"runs/mine/checkpoints/step-{step}"))
+        save_small(Path(f"runs/mine/checkpoints/step-{step}"))
     path = Path("runs/mine/checkpoints/step-1", file)
     data = path.read_bytes()
 
     def problems(*words, code=0):
-        good, *rest = reversed(listed(*words, code=code)["mine"]["checkpoints"])
+        good, *rest = reversed(list_runs(*words, code=code)["mine"]["checkpoints"])
         assert (good["name"], good["valid"]) == ("step-2", True)
         return [each["problem"] for each in rest]
 
@@ -155,11 +155,11 @@ def test_damage_is_named_with_its_file(listed, file):
     assert (problems() == [None]) == (file != "manifest.json")  # the sizes alone do not reveal the damage
 
 
-def test_unknown_format_affects_only_its_checkpoint(listed):
+def test_unknown_format_affects_only_its_checkpoint(list_runs):
     for step in (1, 2):
-        small(Path(f"runs/mine/checkpoints/step-{step}"))
-    tamper(Path("runs/mine/checkpoints/step-2"), lambda manifest: manifest.__setitem__("format", 9))
-    one, other = listed()["mine"]["checkpoints"]
+        save_small(Path(f"runs/mine/checkpoints/step-{step}"))
+    tamper_with_manifest(Path("runs/mine/checkpoints/step-2"), lambda manifest: manifest.__setitem__("format", 9))
+    one, other = list_runs()["mine"]["checkpoints"]
     assert one["valid"]
     assert "has format 9" in other["problem"]
 
@@ -167,17 +167,17 @@ def test_unknown_format_affects_only_its_checkpoint(listed):
 # ---------------------------------------------------------------------- nothing is changed
 
 
-def test_looking_changes_nothing(shown):
+def test_looking_changes_nothing(show_runs):
     fit()
     folder = Path("runs/line/checkpoints")
-    small(folder / "step-20").rename(folder / "step-20.tmp-01234567")
+    save_small(folder / "step-20").rename(folder / "step-20.tmp-01234567")
     flip(folder / "step-00000009/model/00000-00000.safetensors")
     flip(folder / "step-00000006/manifest.json")
-    before = contents()
+    before = read_contents()
     for words in ([], ["--json"], ["runs"], ["runs/line", "--json"]):
-        shown(*words)
-    shown("--verify", code=1)
-    assert contents() == before
+        show_runs(*words)
+    show_runs("--verify", code=1)
+    assert read_contents() == before
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_run_in_progress_is_never_listed_as_damaged():
 
     def write():
         for step in range(1, 1000):
-            small(folder / f"step-{step}")
+            save_small(folder / f"step-{step}")
             if step > 3:
                 remove_checkpoint(folder / f"step-{step - 3}")
             if stop.is_set():
@@ -213,7 +213,7 @@ def test_run_in_progress_is_never_listed_as_damaged():
 # ---------------------------------------------------------------------- other files and directories
 
 
-def test_foreign_and_broken_files_are_skipped_or_named(listed, capsys):
+def test_foreign_and_broken_files_are_skipped_or_named(list_runs, capsys):
     fit("--trainer.max_epochs=1")
     runs = Path("runs")
     (runs / "notes.txt").write_text("")
@@ -222,12 +222,12 @@ def test_foreign_and_broken_files_are_skipped_or_named(listed, capsys):
     (runs / "file").mkdir()
     (runs / "file/checkpoints").write_text("")
     (runs / ".hidden").mkdir()
-    small(runs / ".hidden/checkpoints/step-1")
+    save_small(runs / ".hidden/checkpoints/step-1")
     (runs / "loop").symlink_to(runs.absolute())
     (runs / "dangling").symlink_to("nothing")
     (runs / "linked").symlink_to((runs / "line").absolute())
-    small(runs / "sweep/a/lr=0.1/checkpoints/step-1")
-    small(runs / "elsewhere/step-1")
+    save_small(runs / "sweep/a/lr=0.1/checkpoints/step-1")
+    save_small(runs / "elsewhere/step-1")
     for number, text in enumerate(["", "[]", "{}", "\ud800"]):
         broken = runs / f"broken/checkpoints/step-{number}"
         broken.mkdir(parents=True)
@@ -235,7 +235,7 @@ def test_foreign_and_broken_files_are_skipped_or_named(listed, capsys):
     os.mkfifo(runs / "broken/checkpoints/step-9")
     (runs / "broken/checkpoints/step-8").mkdir()
     os.mkfifo(runs / "broken/checkpoints/step-8/manifest.json")
-    found = listed()
+    found = list_runs()
     assert set(found) == {"line", "linked", "lr=0.1", "elsewhere", "broken"}
     assert not any(each["valid"] for each in found["broken"]["checkpoints"])
     assert len(found["broken"]["checkpoints"]) == 5
@@ -243,24 +243,26 @@ def test_foreign_and_broken_files_are_skipped_or_named(listed, capsys):
     assert [each["valid"] for each in found["lr=0.1"]["checkpoints"]] == [True]
 
 
-def test_runs_in_an_object_store_are_shown_too(listed, shown):
-    small(as_path_or_url("memory://runs-of-mine/gpt/step-1"))
-    small(as_path_or_url("memory://runs-of-mine/gpt/step-2"))
-    one, other = listed("memory://runs-of-mine")["gpt"]["checkpoints"]
+def test_runs_in_an_object_store_are_shown_too(list_runs, show_runs):
+    save_small(as_path_or_url("memory://runs-of-mine/gpt/step-1"))
+    save_small(as_path_or_url("memory://runs-of-mine/gpt/step-2"))
+    one, other = list_runs("memory://runs-of-mine")["gpt"]["checkpoints"]
     assert (one["name"], one["valid"], other["path"]) == ("step-1", True, "memory://runs-of-mine/gpt/step-2")
     assert abs(datetime.fromisoformat(one["saved"]).timestamp() - time.time()) < 60
     memory = fsspec.filesystem("memory")
     assert one["bytes"] == sum(memory.size(file) for file in memory.find("/runs-of-mine/gpt/step-1"))
     memory.rm_file("/runs-of-mine/gpt/step-2/state.json")
-    assert "state.json" in listed("memory://runs-of-mine/gpt", "--verify", code=1)["gpt"]["checkpoints"][1]["problem"]
-    assert "memory://runs-of-mine/gpt" in shown("memory://runs-of-mine")
+    assert (
+        "state.json" in list_runs("memory://runs-of-mine/gpt", "--verify", code=1)["gpt"]["checkpoints"][1]["problem"]
+    )
+    assert "memory://runs-of-mine/gpt" in show_runs("memory://runs-of-mine")
 
 
-def test_where_there_is_nothing_that_is_said(shown, capsys):
+def test_where_there_is_nothing_that_is_said(show_runs, capsys):
     Path("runs").mkdir()
-    assert shown() == "there are no runs in runs\n"
-    assert json.loads(shown("--json")) == []
-    small(Path("mine/checkpoints/step-1"))
+    assert show_runs() == "there are no runs in runs\n"
+    assert json.loads(show_runs("--json")) == []
+    save_small(Path("mine/checkpoints/step-1"))
     for words, message in (
         (["nowhere"], "there is no directory nowhere. Name the directory of the runs: lumen runs DIR."),
         (["mine/checkpoints/step-1"], "mine/checkpoints/step-1 is a checkpoint. Name the directory of its run"),
@@ -271,23 +273,23 @@ def test_where_there_is_nothing_that_is_said(shown, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_run_and_checkpoint_folder_are_equivalent(listed):
-    small(Path("runs/mine/checkpoints/step-1"))
-    small(Path("runs/yours/checkpoints/step-1"))
-    assert listed("runs/mine") == listed("runs/mine/checkpoints")
-    assert [run["path"] for run in listed("runs/mine").values()] == ["runs/mine"]
-    assert set(listed(".")) == {"mine", "yours"}
+def test_run_and_checkpoint_folder_are_equivalent(list_runs):
+    save_small(Path("runs/mine/checkpoints/step-1"))
+    save_small(Path("runs/yours/checkpoints/step-1"))
+    assert list_runs("runs/mine") == list_runs("runs/mine/checkpoints")
+    assert [run["path"] for run in list_runs("runs/mine").values()] == ["runs/mine"]
+    assert set(list_runs(".")) == {"mine", "yours"}
 
 
 # ---------------------------------------------------------------------- format
 
 
-def test_piped_output_has_one_line_per_checkpoint(shown):
+def test_piped_output_has_one_line_per_checkpoint(show_runs):
     fit("--trainer.name", "a-run-with-a-name-that-is-longer-than-most-terminals-are-wide-" + "x" * 60)
-    small(Path("runs/z/checkpoints/step-1"))
+    save_small(Path("runs/z/checkpoints/step-1"))
     os.truncate("runs/z/checkpoints/step-1/state.json", 3)
     RunDirectory.claim(Path("runs"), "none", reuse=True).release()
-    text = shown()
+    text = show_runs()
     assert "\x1b" not in text
     head, *lines = text.splitlines()
     assert head.split() == ["RUN", "STATUS", "CHECKPOINT", "EPOCH", "SAVED", "BYTES", "STATE", "METRICS"]
@@ -302,11 +304,11 @@ def test_piped_output_has_one_line_per_checkpoint(shown):
     assert len({line.index(line.split()[1]) for line in lines}) == 1  # the columns are aligned
 
 
-def test_listing_reads_only_manifests(shown):
+def test_listing_reads_only_manifests(show_runs):
     source = save(Path("source/step-1"), model={"w": torch.ones(1 << 16)})
     for step in range(200):
         shutil.copytree(source, f"runs/run-{step % 4}/checkpoints/step-{step}", copy_function=os.link)
-    assert shown("source").count("valid") == 1  # the imported files have been read
-    before = bytes_read()
-    assert shown().count("valid") == 200
-    assert bytes_read() - before < 200 * (source / "manifest.json").stat().st_size + 10_000
+    assert show_runs("source").count("valid") == 1  # the imported files have been read
+    before = count_read_bytes()
+    assert show_runs().count("valid") == 200
+    assert count_read_bytes() - before < 200 * (source / "manifest.json").stat().st_size + 10_000

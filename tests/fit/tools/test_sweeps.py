@@ -9,7 +9,7 @@ import pytest
 import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError
-from tests.helpers.cli import write
+from tests.helpers.cli import write_config
 from tests.helpers.tasks import Regression, bare_trainer, loader
 from tests.helpers.working_directory import CONFIG
 
@@ -20,7 +20,7 @@ RATES = {"slow": 1e-4, "fast": 1e-2, "wild": 10.0}
 def sweep(tmp_path_factory):
     """Make three runs by the command line and one by a script, in `runs`; no test changes them."""
     root = tmp_path_factory.mktemp("sweep")
-    config = write(root / "line.yaml", CONFIG)
+    config = write_config(root / "line.yaml", CONFIG)
     for name, lr in RATES.items():
         words = ["--model.lr", str(lr), "--trainer.name", name, "--trainer.default_root_dir", str(root / "runs")]
         words += ["--model.noise.scale", str(lr), "--trainer.max_epochs", "2" if name == "wild" else "1"]
@@ -31,11 +31,11 @@ def sweep(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _there(sweep, monkeypatch):
+def _in_sweep_directory(sweep, monkeypatch):
     monkeypatch.chdir(sweep)
 
 
-def rows(printed):
+def parse_rows(printed):
     """Return the cells of a table, by the name of the run."""
     head, *lines = (line.split() for line in printed.splitlines())
     assert head[0] == "RUN"
@@ -148,8 +148,8 @@ def test_unreadable_config_hides_no_run(sweep, tmp_path, damage):
 # ---------------------------------------------------------------------- on the command line
 
 
-def test_table_shows_only_differing_settings(shown):
-    found = rows(shown("--where", "model = tests.helpers.cli_tasks.Line", "--sort=-lr"))
+def test_table_shows_only_differing_settings(show_runs):
+    found = parse_rows(show_runs("--where", "model = tests.helpers.cli_tasks.Line", "--sort=-lr"))
     assert list(found) == ["wild", "fast", "slow"]
     for name, lr in RATES.items():
         assert float(found[name]["MODEL.LR" if "MODEL.LR" in found[name] else "LR"]) == lr
@@ -166,12 +166,12 @@ def test_table_shows_only_differing_settings(shown):
     assert not {*found["wild"]} & {"SAMPLES", "NAME", "PRECISION", "DEFAULT_ROOT_DIR"}
 
 
-def test_settings_in_conditions_are_shown_as_columns(shown):
-    assert {row["SAMPLES"] for row in rows(shown("--where", "samples = 12")).values()} == {"12"}
+def test_settings_in_conditions_are_shown_as_columns(show_runs):
+    assert {row["SAMPLES"] for row in parse_rows(show_runs("--where", "samples = 12")).values()} == {"12"}
 
 
-def test_json_is_chosen_and_sorted_too(shown):
-    assert json.loads(shown("--json", "--where", "lr < 1", "--sort", "lr")) == lumen.runs(where="lr < 1", sort="lr")
+def test_json_is_chosen_and_sorted_too(show_runs):
+    assert json.loads(show_runs("--json", "--where", "lr < 1", "--sort", "lr")) == lumen.runs(where="lr < 1", sort="lr")
 
 
 def test_unknown_sort_name_is_an_error(capsys):

@@ -14,15 +14,15 @@ from tests.helpers.recorded_trainings import (
     Unkeyed,
     UnkeyedBackward,
     WithModule,
-    changed_sample,
-    other_layer,
-    training,
+    change_sample,
+    make_other_layer,
+    make_training,
 )
 from tests.helpers.tasks import Regression, weights
 
 
 def test_equal_trainings_have_equal_records(tmp_path):
-    fit = training(tmp_path)
+    fit = make_training(tmp_path)
     first, second = record_steps(fit, 9), record_steps(fit, 9)
     assert find_first_difference(first, second) is None
     assert [step.step for step in first] == [*range(1, 10)]
@@ -32,9 +32,9 @@ def test_equal_trainings_have_equal_records(tmp_path):
 @pytest.mark.parametrize(
     ("change", "kind", "step", "place"),
     [
-        ({"task": other_layer}, "initial parameter", 1, "net.4.bias"),
+        ({"task": make_other_layer}, "initial parameter", 1, "net.4.bias"),
         ({"seed": 4}, "order", 1, ""),
-        ({"data": partial(changed_sample, 30)}, "batch", None, ""),
+        ({"data": partial(change_sample, 30)}, "batch", None, ""),
         ({"task": OtherDropout}, "random", 2, "training_step"),
         ({"task": OtherRate}, "setting", 3, "groups[0].lr"),
         ({"gradient_clip_val": 0.01}, "clipped gradient", 1, "net.0.weight"),
@@ -42,10 +42,10 @@ def test_equal_trainings_have_equal_records(tmp_path):
     ],
 )
 def test_difference_is_named_by_kind_step_and_place(tmp_path, change, kind, step, place):
-    found = compare_trainings(training(tmp_path), training(tmp_path, **change), 7)
+    found = compare_trainings(make_training(tmp_path), make_training(tmp_path, **change), 7)
     assert (found.key.kind, found.key.place) == (kind, place)
     if step is None:
-        steps = record_steps(training(tmp_path), 7)
+        steps = record_steps(make_training(tmp_path), 7)
         step = next(each.step for each in steps if "30" in each.events[Key(0, "order", "", 0)].split())
     assert found.step == step
     assert found.repeats
@@ -53,7 +53,7 @@ def test_difference_is_named_by_kind_step_and_place(tmp_path, change, kind, step
 
 
 def test_values_and_the_largest_differences_are_told(tmp_path):
-    found = compare_trainings(training(tmp_path), training(tmp_path, other_layer), 2)
+    found = compare_trainings(make_training(tmp_path), make_training(tmp_path, make_other_layer), 2)
     assert found.element == "[0]"
     assert found.values[1] - found.values[0] == found.absolute
     assert found.absolute == pytest.approx(1e-6, rel=0.1)
@@ -65,7 +65,7 @@ def test_values_and_the_largest_differences_are_told(tmp_path):
     [(Unkeyed, "output", "aten.add.Tensor"), (UnkeyedBackward, "gradient of input", "aten.add.Tensor")],
 )
 def test_nondeterministic_module_is_named_with_operator(tmp_path, module, kind, operator):
-    fit = training(tmp_path, lambda: WithModule(module()))
+    fit = make_training(tmp_path, lambda: WithModule(module()))
     found = compare_trainings(fit, fit, 4)
     assert (found.step, found.key.kind, found.key.place, found.operator) == (1, kind, "net.2", operator)
     assert found.repeats is False
@@ -76,13 +76,13 @@ def test_computation_between_modules_is_distinguished(tmp_path):
         def forward(self, inputs):
             return self.net(inputs + 1e-3)
 
-    found = compare_trainings(training(tmp_path), training(tmp_path, Between), 2)
+    found = compare_trainings(make_training(tmp_path), make_training(tmp_path, Between), 2)
     assert (found.key.kind, found.key.place, found.operator) == ("input", "net", "aten.add.Tensor")
 
 
 def test_the_micro_batch_of_a_step_is_named(tmp_path):
     fits = [
-        training(tmp_path, data=partial(changed_sample, number), accumulate_grad_batches=7, max_epochs=1)
+        make_training(tmp_path, data=partial(change_sample, number), accumulate_grad_batches=7, max_epochs=1)
         for number in (30, 31)
     ]
     found = compare_trainings(*fits, 1)
@@ -92,7 +92,7 @@ def test_the_micro_batch_of_a_step_is_named(tmp_path):
 
 
 def test_module_called_by_only_one_is_a_difference(tmp_path):
-    found = compare_trainings(training(tmp_path, partial(Deep, dropout=0.0)), training(tmp_path), 2)
+    found = compare_trainings(make_training(tmp_path, partial(Deep, dropout=0.0)), make_training(tmp_path), 2)
     assert (found.key.kind, found.key.place, found.a) == ("random", "net.3", None)
 
 
@@ -101,7 +101,7 @@ def test_module_called_by_only_one_is_a_difference(tmp_path):
     [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16"}, {"halve_on_oom": True}],
 )
 def test_recording_leaves_every_bit_of_a_training_alone(tmp_path, options):
-    fit = training(tmp_path, **options)
+    fit = make_training(tmp_path, **options)
     plain, recorded = fit(None), fit(Recorder(operators_at=2))
     for (name, mine), other in zip(plain.state_dict().items(), recorded.state_dict().values(), strict=True):
         assert torch.equal(mine, other), name
@@ -120,7 +120,7 @@ def test_a_task_that_optimizes_by_hand_is_recorded(tmp_path):
             self.manual_backward(torch.nn.functional.mse_loss(self(batch[0]), batch[1]))
             optimizer.step()
 
-    fit = training(tmp_path, ByHand)
+    fit = make_training(tmp_path, ByHand)
     trace = record_steps(fit, 3)
     kinds = {key.kind for key in trace[-1].events}
     assert {"order", "batch", "output", "loss", "gradient", "setting", "parameter"} <= kinds

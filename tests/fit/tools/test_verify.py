@@ -14,12 +14,12 @@ from lumen.tools.proof.outcome import FLOAT32, FLOAT64, Outcome, compare_outcome
 from lumen.tools.proof.variants import NAME, Variant
 from lumen.tools.proof.worker import describe_error
 from tests.helpers import verified_tasks
-from tests.helpers.verified_tasks import Clean, Make, OtherData, Within, observed, why
+from tests.helpers.verified_tasks import Clean, Make, OtherData, Within, find_cause, observe
 
 STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
 
 
-def line(name, text):
+def find_line(name, text):
     """Return file:line of a text in a class of the helpers."""
     file, first, last = find_source_lines(getattr(verified_tasks, name))
     with open(file) as source:
@@ -27,54 +27,54 @@ def line(name, text):
     return next(f"{file}:{number}" for number, each in numbered if first <= number <= last and text in each)
 
 
-def twice(folder, make):
+def verify_repetition(folder, make):
     """Return the cause of the difference between a run and its repetition."""
-    return why(*(observed(folder, Variant(name, exact=True), make) for name in ("base", "again")))
+    return find_cause(*(observe(folder, Variant(name, exact=True), make) for name in ("base", "again")))
 
 
-def resumed(folder, make):
+def verify_resume(folder, make):
     """Return the cause of the difference between a run and its resume, in another process or in this one."""
-    base = observed(folder, Variant("base", exact=True), make)
+    base = observe(folder, Variant("base", exact=True), make)
     checkpoint = base.folder / NAME / "checkpoints/step-00000002"
-    return why(base, observed(folder, Variant("resumed", exact=True, resume=str(checkpoint)), make))
+    return find_cause(base, observe(folder, Variant("resumed", exact=True, resume=str(checkpoint)), make))
 
 
-def joined(folder, make):
+def verify_accumulation(folder, make):
     """Return the cause of the difference between steps of two micro-batches and steps of one twice as large."""
-    return why(*(observed(folder, Variant(f"joins-{joins}", joins=joins), make) for joins in (False, True)),
+    return find_cause(*(observe(folder, Variant(f"joins-{joins}", joins=joins), make) for joins in (False, True)),
                FLOAT64, STATES)  # fmt: skip
 
 
 # ---------------------------------------------------------------------- no findings without a fault
 
 
-@pytest.mark.parametrize("compared", [twice, resumed])
+@pytest.mark.parametrize("compared", [verify_repetition, verify_resume])
 def test_dropout_and_schedule_are_reproducible(tmp_path, compared):
     assert compared(tmp_path, Make(partial(Clean, dropout=0.3))) is None
 
 
 def test_manual_optimization_is_tried_without_accumulation(tmp_path):
-    result = observed(tmp_path, Variant("base", exact=True), Make(verified_tasks.ByOwnHand))
+    result = observe(tmp_path, Variant("base", exact=True), Make(verified_tasks.ByOwnHand))
     assert (result.failure, result.outcome.by_hand) == (None, True)
     assert max(event.step for event in result.outcome.iterate_events("parameter")) == verified_tasks.SIZE.steps
 
 
 def test_unused_leftover_gradients_are_no_difference(tmp_path):
-    assert resumed(tmp_path, Make(verified_tasks.InTurns)) is None
+    assert verify_resume(tmp_path, Make(verified_tasks.InTurns)) is None
 
 
 def test_sample_mean_is_independent_of_micro_batches(tmp_path):
-    assert joined(tmp_path, Make(Clean)) is None
+    assert verify_accumulation(tmp_path, Make(Clean)) is None
 
 
 def test_dropout_makes_micro_batch_sizes_incomparable(tmp_path):
-    cause = joined(tmp_path, Make(partial(Clean, dropout=0.3)))
+    cause = verify_accumulation(tmp_path, Make(partial(Clean, dropout=0.3)))
     assert (cause.kind, cause.verdict) == ("not comparable", "not shown")
 
 
 def test_a_difference_is_found_where_it_begins(tmp_path):
-    base = observed(tmp_path, Variant("base", exact=True), Make(Clean))
-    other = observed(tmp_path, Variant("other", exact=True), Make(partial(Clean, lr=2e-2)))
+    base = observe(tmp_path, Variant("base", exact=True), Make(Clean))
+    other = observe(tmp_path, Variant("other", exact=True), Make(partial(Clean, lr=2e-2)))
     found = compare_outcomes(merge_outcomes(base.outcomes), merge_outcomes(other.outcomes), 0.0)
     assert (found.at.step, found.at.kind, found.at.name) == (1, "parameter", "net.0.weight")
     assert 1e-3 < found.largest < 1
@@ -106,33 +106,33 @@ def test_missing_evaluation_value_is_a_difference():
 
 
 def test_system_entropy_in_a_module_is_named(tmp_path):
-    cause = twice(tmp_path, Make(partial(Within, "Entropy")))
+    cause = verify_repetition(tmp_path, Make(partial(Within, "Entropy")))
     assert cause.kind == "unseeded randomness"
     assert "net.2 (Entropy)" in cause.place
-    assert line("Entropy", "os.urandom") in cause.place
+    assert find_line("Entropy", "os.urandom") in cause.place
 
 
 def test_generator_of_a_module_is_named_on_resume(tmp_path):
     make = Make(partial(Within, "OwnGenerator"))
-    cause = resumed(tmp_path, make)
+    cause = verify_resume(tmp_path, make)
     assert cause.kind == "unseeded randomness"
-    assert line("OwnGenerator", "torch.Generator()") in cause.place
+    assert find_line("OwnGenerator", "torch.Generator()") in cause.place
 
 
 def test_unsaved_counter_is_named_on_resume(tmp_path):
-    cause = resumed(tmp_path, Make(partial(Within, "Counts")))
+    cause = verify_resume(tmp_path, Make(partial(Within, "Counts")))
     assert cause.kind == "state is kept in a module"
     assert "net.2 (Counts)" in cause.place
 
 
 def test_unkeyed_initialization_names_the_parameter(tmp_path):
-    cause = twice(tmp_path, Make(verified_tasks.BuiltApart))
+    cause = verify_repetition(tmp_path, Make(verified_tasks.BuiltApart))
     assert cause.kind == "unseeded initialization"
-    assert cause.place == f"net.0.weight, {line('BuiltApart', 'os.urandom')}"
+    assert cause.place == f"net.0.weight, {find_line('BuiltApart', 'os.urandom')}"
 
 
 def test_token_loss_without_weight_names_the_count(tmp_path):
-    cause = joined(tmp_path, Make(verified_tasks.Tokens, verified_tasks.Marked))
+    cause = verify_accumulation(tmp_path, Make(verified_tasks.Tokens, verified_tasks.Marked))
     assert cause.kind == "the loss is divided by the micro-batch's own count"
     assert cause.verdict == "failed"
     assert "batch[2] != 0: 2 in the first micro-batch, 3 in the second" in cause.text
@@ -140,17 +140,17 @@ def test_token_loss_without_weight_names_the_count(tmp_path):
 
 
 def test_batch_norm_over_micro_batches_is_not_promised(tmp_path):
-    cause = joined(tmp_path, Make(partial(Within, "Norm")))
+    cause = verify_accumulation(tmp_path, Make(partial(Within, "Norm")))
     assert (cause.place, cause.verdict) == ("net.2.norm", "not promised")
 
 
 def test_contrastive_loss_is_not_promised(tmp_path):
-    cause = joined(tmp_path, Make(verified_tasks.Contrasts))
+    cause = verify_accumulation(tmp_path, Make(verified_tasks.Contrasts))
     assert (cause.kind, cause.verdict) == ("the loss couples samples", "not promised")
 
 
 def test_batch_norm_moved_by_validation_hook_is_named(tmp_path):
-    result = observed(tmp_path, Variant("base", exact=True), Make(verified_tasks.MovesNorm))
+    result = observe(tmp_path, Variant("base", exact=True), Make(verified_tasks.MovesNorm))
     cause = verified_tasks.explain_validation_change(result.outcome)
     assert cause.place == "net.2"
     assert "net.2.running_mean" in cause.text
@@ -161,23 +161,23 @@ def test_batch_norm_moved_by_validation_hook_is_named(tmp_path):
 
 
 def test_time_dependent_sample_is_named_with_line(tmp_path):
-    cause = twice(tmp_path, Make(Clean, partial(OtherData, "Clock")))
-    assert (cause.kind, cause.place) == ("unseeded randomness", line("Clock", "time.time()"))
+    cause = verify_repetition(tmp_path, Make(Clean, partial(OtherData, "Clock")))
+    assert (cause.kind, cause.place) == ("unseeded randomness", find_line("Clock", "time.time()"))
 
 
 def test_sample_depending_on_previous_is_named_on_resume(tmp_path):
-    cause = resumed(tmp_path, Make(Clean, partial(OtherData, "Remembers")))
-    assert (cause.kind, cause.place) == ("state is kept in a dataset", line("Remembers", "class Remembers"))
+    cause = verify_resume(tmp_path, Make(Clean, partial(OtherData, "Remembers")))
+    assert (cause.kind, cause.place) == ("state is kept in a dataset", find_line("Remembers", "class Remembers"))
 
 
 def test_dataset_changing_during_run_is_named(tmp_path):
-    cause = resumed(tmp_path, Make(Clean, partial(OtherData, "Growing")))
-    assert (cause.kind, cause.place) == ("a dataset changes during the run", line("Growing", "class Growing"))
+    cause = verify_resume(tmp_path, Make(Clean, partial(OtherData, "Growing")))
+    assert (cause.kind, cause.place) == ("a dataset changes during the run", find_line("Growing", "class Growing"))
 
 
 def test_unkeyed_sampler_is_named_with_line(tmp_path):
-    cause = twice(tmp_path, Make(Clean, partial(OtherData, sampler="OwnOrder")))
-    assert (cause.kind, cause.place) == ("unseeded sampler", line("OwnOrder", "default_rng()"))
+    cause = verify_repetition(tmp_path, Make(Clean, partial(OtherData, sampler="OwnOrder")))
+    assert (cause.kind, cause.place) == ("unseeded sampler", find_line("OwnOrder", "default_rng()"))
 
 
 # ---------------------------------------------------------------------- place of a fault

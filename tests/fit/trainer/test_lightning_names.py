@@ -46,7 +46,7 @@ class Task(Regression):
 FLAGS = ("training", "sanity_checking", "validating", "testing", "predicting", "evaluating")
 
 
-def flags(trainer):
+def read_flags(trainer):
     return {name for name in FLAGS if getattr(trainer, name)}
 
 
@@ -54,8 +54,8 @@ def test_state_names_running_stage_and_final_status(tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=1)
     assert (trainer.state.status, trainer.state.fn, trainer.state.stage) == ("initializing", None, None)
     assert (trainer.state.stopped, trainer.interrupted) == (False, False)
-    assert not flags(trainer)
-    task = Task(lambda trainer: (trainer.state.status, trainer.state.fn, trainer.state.stage, flags(trainer)))
+    assert not read_flags(trainer)
+    task = Task(lambda trainer: (trainer.state.status, trainer.state.fn, trainer.state.stage, read_flags(trainer)))
     trainer.fit(task, loader(), loader())
     assert trainer.state.finished
     assert (trainer.state.fn, trainer.state.stage) == ("fit", None)
@@ -72,7 +72,7 @@ def test_state_names_running_stage_and_final_status(tmp_path):
         assert all(seen == ("running", *state) for seen in task.seen[step]), step
     both = {seen[1] for seen in task.seen["validation_step validate"]}
     assert both == {"fit", "validate"}
-    assert (trainer.state.fn, flags(trainer)) == ("predict", set())
+    assert (trainer.state.fn, read_flags(trainer)) == ("predict", set())
 
 
 @pytest.mark.parametrize("how", ["an error", "a signal"])

@@ -16,9 +16,9 @@ import lumen
 import lumen.console
 from lumen.cli import main
 from lumen.errors import ConfigError, RunDirectoryError
-from tests.helpers.ending_run import HOOKS, KINDS, Ended, begin, end_of
-from tests.helpers.run_ends import names
-from tests.helpers.tables import rows_of
+from tests.helpers.ending_run import HOOKS, KINDS, Ended, read_final_state, train_run
+from tests.helpers.run_ends import list_checkpoints
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 from tests.helpers.working_directory import LINE
 
@@ -53,7 +53,7 @@ def fit(tmp_path, task=None, **options):
 
 
 def rows(tmp_path):
-    return rows_of(tmp_path / "runs/run/metrics.csv")
+    return read_rows(tmp_path / "runs/run/metrics.csv")
 
 
 def test_repeated_run_keeps_its_last_row(tmp_path):
@@ -66,22 +66,22 @@ def test_repeated_run_keeps_its_last_row(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_finished_run_started_again_ends_alike(tmp_path, kind):
-    ended = end_of(*begin(tmp_path, kind))
+    ended = read_final_state(*train_run(tmp_path, kind))
     for _ in range(2):
-        trainer, task, called = begin(tmp_path, kind)
+        trainer, task, called = train_run(tmp_path, kind)
         assert called == [name for name in HOOKS if name != "on_train_epoch_end" or trainer.progress.in_epoch]
-        assert end_of(trainer, task, called) == ended
+        assert read_final_state(trainer, task, called) == ended
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["same task", "new task"])
 @pytest.mark.parametrize("kind", ["plain", "average", "mean", "middle of an epoch", "stopped early", "by hand"])
 def test_a_second_fit_of_a_trainer_ends_alike(tmp_path, kind, is_new):
-    trainer, task, called = begin(tmp_path, kind)
-    ended = end_of(trainer, task, called)
+    trainer, task, called = train_run(tmp_path, kind)
+    ended = read_final_state(trainer, task, called)
     called.clear()
     task = Ended(by_hand=kind == "by hand") if is_new else task
     trainer.fit(task, loader(32, 8), val_dataloaders=loader(16, shuffle=False))
-    assert end_of(trainer, task, called) == ended
+    assert read_final_state(trainer, task, called) == ended
 
 
 def test_kills_between_two_last_saves_are_mended(tmp_path):
@@ -97,13 +97,13 @@ def test_kills_between_two_last_saves_are_mended(tmp_path):
 
 
 def test_runs_from_finished_checkpoints_end_in_new_directories(tmp_path):
-    first, task, _ = begin(tmp_path, "average")
+    first, task, _ = train_run(tmp_path, "average")
     again = lumen.EMA(0.8)
     trainer = fit(
         tmp_path, copy := Ended(), resume=first.checkpoint_callback.last_model_path, max_epochs=2, callbacks=[again]
     )
     assert all(map(torch.equal, task.state_dict().values(), copy.state_dict().values()))
-    assert names(tmp_path) == ["step-00000008"]
+    assert list_checkpoints(tmp_path) == ["step-00000008"]
     assert trainer.callback_metrics == first.callback_metrics
 
 
@@ -112,11 +112,11 @@ def test_stop_in_last_validation_repeats_it_on_resume(tmp_path, last):
     whole = fit(tmp_path / "whole", max_steps=last, val_check_interval=last)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, Logging(stop_in_validation_of=last), max_steps=last, val_check_interval=last)
-    assert names(tmp_path)[-1] == f"step-{last:08d}-validating"
+    assert list_checkpoints(tmp_path)[-1] == f"step-{last:08d}-validating"
     resumed = fit(tmp_path, max_steps=last, val_check_interval=last)
     assert rows(tmp_path) == rows(tmp_path / "whole")
     assert resumed.callback_metrics["val_error"] == whole.callback_metrics["val_error"]
-    assert names(tmp_path)[-1] == f"step-{last:08d}"
+    assert list_checkpoints(tmp_path)[-1] == f"step-{last:08d}"
     assert not list((tmp_path / "runs/run/checkpoints").glob("*damaged*"))
 
 
@@ -126,7 +126,7 @@ def test_monitor_is_not_missing_before_first_validation(tmp_path):
     assert monitors[1].best_model_path.endswith("step-00000010")
     saving = lumen.ModelCheckpoint(monitor="epoch_loss")
     fit(tmp_path / "b", max_steps=4, val_check_interval=3, callbacks=[saving])
-    assert names(tmp_path / "b") == ["step-00000004"]
+    assert list_checkpoints(tmp_path / "b") == ["step-00000004"]
 
 
 @pytest.mark.parametrize("callback", [lumen.EarlyStopping, lumen.ModelCheckpoint])
@@ -134,7 +134,7 @@ def test_misspelled_monitor_raises_without_validation_too(tmp_path, callback):
     trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[callback(monitor="los")])
     with pytest.raises(ConfigError, match="'los' was never logged"):
         trainer.fit(Logging(), loader())
-    assert names(tmp_path)[-1] == "step-00000007"
+    assert list_checkpoints(tmp_path)[-1] == "step-00000007"
 
 
 def test_epoch_with_skipped_last_update_is_saved(tmp_path):
@@ -144,7 +144,7 @@ def test_epoch_with_skipped_last_update_is_saved(tmp_path):
 
     saving = [lumen.ModelCheckpoint(every_n_train_steps=4, keep_last=-1)]
     fit(tmp_path, SkipsTheLast(), max_epochs=1, callbacks=saving, log_level="CRITICAL")
-    assert names(tmp_path) == ["step-00000004", "step-00000004-1"]
+    assert list_checkpoints(tmp_path) == ["step-00000004", "step-00000004-1"]
     assert fit(tmp_path, SkipsTheLast(), max_epochs=1).current_epoch == 1
 
 

@@ -8,13 +8,13 @@ import yaml
 
 import lumen
 from lumen.cli import main
-from tests.helpers.cli import write
+from tests.helpers.cli import write_config
 from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import Regression, bare_trainer, loader
 from tests.helpers.working_directory import CONFIG
 
 
-def recorded(directory):
+def read_recorded_config(directory):
     return yaml.safe_load((Path(directory) / "script.yaml").read_text())
 
 
@@ -25,7 +25,7 @@ def test_trainer_arguments_hyperparameters_and_classes_are_recorded(tmp_path, mo
         enable_progress_bar=False, seed=3, strategy=lumen.SingleDevice(),
     )  # fmt: skip
     trainer.fit(Regression(lr=0.25), loader())
-    found = recorded("runs/mine")
+    found = read_recorded_config("runs/mine")
     assert found["seed_everything"] == 3
     assert found["model"] == {
         "class_path": "tests.helpers.tasks.Regression",
@@ -48,7 +48,7 @@ def test_a_data_module_is_recorded_with_its_hyperparameters(tmp_path):
 
     trainer = bare_trainer(tmp_path, max_steps=1, logger=True)
     trainer.fit(Line(width=3), datamodule=Saved(24))
-    data = recorded(tmp_path / "runs/run")["data"]
+    data = read_recorded_config(tmp_path / "runs/run")["data"]
     assert data["class_path"].endswith("Saved")
     assert data["init_args"]["samples"] == 24
     assert data["init_args"]["device"] == "cpu"
@@ -57,7 +57,7 @@ def test_a_data_module_is_recorded_with_its_hyperparameters(tmp_path):
 def test_environment_setting_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("LUMEN_TRAINER__MAX_STEPS", "2")
     bare_trainer(tmp_path, logger=True).fit(Regression(), loader())
-    assert recorded(tmp_path / "runs/run")["trainer"]["max_steps"] == 2
+    assert read_recorded_config(tmp_path / "runs/run")["trainer"]["max_steps"] == 2
 
 
 def test_hyperparameters_hidden_from_loggers_are_not_recorded(tmp_path):
@@ -72,7 +72,7 @@ def test_hyperparameters_hidden_from_loggers_are_not_recorded(tmp_path):
 
 def test_command_line_run_has_only_config_yaml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["fit", "--config", write("line.yaml", CONFIG), "--trainer.max_epochs=1"]) == 0
+    assert main(["fit", "--config", write_config("line.yaml", CONFIG), "--trainer.max_epochs=1"]) == 0
     assert Path("runs/line/config.yaml").exists()
     assert not Path("runs/line/script.yaml").exists()
 
@@ -81,5 +81,5 @@ def test_resumed_settings_are_recorded(tmp_path):
     for steps in (1, 2):
         trainer = bare_trainer(tmp_path, max_steps=steps, logger=True, enable_checkpointing=True, resume="auto")
         trainer.fit(Regression(), loader())
-        assert recorded(tmp_path / "runs/run")["trainer"]["max_steps"] == steps
-    assert "resume" not in recorded(tmp_path / "runs/run")["trainer"]
+        assert read_recorded_config(tmp_path / "runs/run")["trainer"]["max_steps"] == steps
+    assert "resume" not in read_recorded_config(tmp_path / "runs/run")["trainer"]

@@ -10,7 +10,7 @@ import lumen
 from lumen.errors import CheckpointError, LumenError, RunDirectoryError
 from lumen.trainer import process_settings, session
 from lumen.trainer.run_directory import RunDirectory
-from tests.helpers.process_state import what_is_there
+from tests.helpers.process_state import read_process_state
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
 SWITCHES = {
@@ -35,7 +35,7 @@ def fit(path, task, workers=1, **options):
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def expected_weights(tmp_path_factory):
     """Return the weights after a fit in a process without failures; this also fills imports and caches."""
     task = Regression()
     fit(tmp_path_factory.mktemp("expected"), task)
@@ -44,16 +44,16 @@ def expected(tmp_path_factory):
     return weights(task)
 
 
-def refused(path, task, error, **options):
+def catch_error(path, task, error, **options):
     """Check that a refused fit has left nothing behind, and return its message."""
     gc.collect()
-    before, message = what_is_there(), None
+    before, message = read_process_state(), None
     try:  # not pytest.raises, which keeps the traceback and all failed objects alive
         fit(path, task, **options)
     except error as exception:
         message = str(exception)
     gc.collect()
-    after = what_is_there()
+    after = read_process_state()
     assert message is not None
     assert {what: (before[what], after[what]) for what in before if before[what] != after[what]} == {}
     assert not process_settings._open
@@ -61,11 +61,11 @@ def refused(path, task, error, **options):
     return message
 
 
-def assert_next_fit_works(path, task, expected, name="run"):
+def assert_next_fit_works(path, task, expected_weights, name="run"):
     trainer = fit(path, task, workers=0)
     assert trainer.run_directory.name == name  # the name of a fit that never began is free
     assert trainer.state.status == "finished"
-    assert (weights(task) == expected).all()
+    assert (weights(task) == expected_weights).all()
 
 
 def add_phase(patched, place, *, while_open):
@@ -86,23 +86,23 @@ def add_phase(patched, place, *, while_open):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", NAMES)
-def test_failure_after_a_phase_releases_everything(tmp_path, monkeypatch, expected, place):
+def test_failure_after_a_phase_releases_everything(tmp_path, monkeypatch, expected_weights, place):
     task = Regression()
     with monkeypatch.context() as patched:
         add_phase(patched, place, while_open=False)
-        assert refused(tmp_path, task, Refusal) == "entering"
+        assert catch_error(tmp_path, task, Refusal) == "entering"
     assert not [path for path in (tmp_path / "runs").glob("*") if RunDirectory.read_live_holder(path)]
-    assert_next_fit_works(tmp_path, task, expected)
+    assert_next_fit_works(tmp_path, task, expected_weights)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", NAMES)
-def test_failure_while_closing_releases_the_rest(tmp_path, monkeypatch, expected, place):
+def test_failure_while_closing_releases_the_rest(tmp_path, monkeypatch, expected_weights, place):
     with monkeypatch.context() as patched:
         add_phase(patched, place, while_open=True)
-        assert refused(tmp_path, Regression(), Refusal) == "leaving"
+        assert catch_error(tmp_path, Regression(), Refusal) == "leaving"
     assert RunDirectory.read_live_holder(tmp_path / "runs" / "run") is None
-    assert_next_fit_works(tmp_path, Regression(), expected, name="run-2")
+    assert_next_fit_works(tmp_path, Regression(), expected_weights, name="run-2")
 
 
 class Disconnected(lumen.SingleDevice):
@@ -127,12 +127,12 @@ def refuse(*_):
     raise Refusal("no setup")
 
 
-def file_in_the_way(path):
+def block_with_file(path):
     path.touch()
     return path
 
 
-def directory_for_log(path):
+def make_unwritable_log(path):
     """Make a run directory in which the log cannot be a file."""
     (path / "runs" / "run" / "run.log").mkdir(parents=True)
     return {"resume": "auto"}
@@ -140,13 +140,13 @@ def directory_for_log(path):
 
 FAILURES = {
     "the directory of runs is a file": (
-        lambda path: file_in_the_way(path / "runs") and {}, RunDirectoryError, "cannot use",
+        lambda path: block_with_file(path / "runs") and {}, RunDirectoryError, "cannot use",
     ),
     "the directory of checkpoints is in a file": (
-        lambda path: {"callbacks": [lumen.ModelCheckpoint(dirpath=file_in_the_way(path / "file") / "a")]},
+        lambda path: {"callbacks": [lumen.ModelCheckpoint(dirpath=block_with_file(path / "file") / "a")]},
         LumenError, "file",
     ),
-    "the log is a directory": (directory_for_log, LumenError, "run.log"),
+    "the log is a directory": (make_unwritable_log, LumenError, "run.log"),
     "the strategy cannot connect": (lambda _: {"strategy": Disconnected("cpu")}, Refusal, "no network"),
     "the strategy cannot place the task": (lambda _: {"strategy": Unplaced("cpu")}, Refusal, "no room"),
     "there is nothing to resume": (lambda _: {"resume": "last"}, CheckpointError, "no valid checkpoint"),
@@ -159,11 +159,11 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_real_failure_while_opening_releases_everything(tmp_path, expected, failure):
+def test_real_failure_while_opening_releases_everything(tmp_path, expected_weights, failure):
     options, error, text = FAILURES[failure]
     task = Regression()
-    assert text in refused(tmp_path, task, error, **options(tmp_path))
-    assert_next_fit_works(tmp_path / "next", Regression(), expected)
+    assert text in catch_error(tmp_path, task, error, **options(tmp_path))
+    assert_next_fit_works(tmp_path / "next", Regression(), expected_weights)
 
 
 def test_table_of_phases_is_what_opens():

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.process_state import what_is_there
+from tests.helpers.process_state import read_process_state
 from tests.helpers.tasks import Drawing, Regression, bare_trainer, loader, quiet_trainer, weights
 
 
@@ -41,7 +41,7 @@ class Dropping(Regression):
         return super().training_step(batch[:2])
 
 
-def trained(path, *, task=None, data=None, **options):
+def train_dropout_task(path, *, task=None, data=None, **options):
     """Return the parameters of a task with dropout after two epochs over data that draws."""
     task = task or Dropping()
     quiet_trainer(path, **{"max_epochs": 2} | options).fit(task, data or Data())
@@ -87,9 +87,9 @@ class Probing(lumen.Callback):
 @pytest.mark.parametrize("place", PLACES)
 def test_nested_run_leaves_the_outer_one_unchanged(tmp_path, place):
     few = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "log_level": "INFO"}
-    alone = trained(tmp_path / "alone", **few)
+    alone = train_dropout_task(tmp_path / "alone", **few)
     probing = Probing(tmp_path / "probes", place)
-    beside = trained(tmp_path / "beside", callbacks=[probing], **few)
+    beside = train_dropout_task(tmp_path / "beside", callbacks=[probing], **few)
     assert torch.equal(alone, beside)
     assert records(tmp_path / "alone") == records(tmp_path / "beside")
     assert len(probing.probes) >= 1
@@ -161,10 +161,10 @@ def test_trainers_keep_what_is_theirs_while_others_run(tmp_path):
 
 
 def test_run_in_other_thread_is_identical(tmp_path):
-    expected = trained(tmp_path / "main")
+    expected = train_dropout_task(tmp_path / "main")
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(trained, tmp_path / "thread").result()
+        found = pool.submit(train_dropout_task, tmp_path / "thread").result()
     assert torch.equal(found, expected)
     assert records(tmp_path / "thread") == records(tmp_path / "main")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
@@ -176,11 +176,11 @@ def test_runs_in_several_threads_take_turns(tmp_path, caplog):
             while "waits until the run of another thread" not in caplog.text:
                 threading.Event().wait(0.01)
 
-    expected = trained(tmp_path / "alone")
+    expected = train_dropout_task(tmp_path / "alone")
     waiting = {"callbacks": [LetTheOtherBegin()], "log_level": "WARNING"}
     tasks = {name: Dropping() for name in "ab"}  # built in threads, the tasks would draw from the same generators
     with ThreadPoolExecutor(2, "trials") as pool:
-        found = [pool.submit(trained, tmp_path / name, task=task, **waiting) for name, task in tasks.items()]
+        found = [pool.submit(train_dropout_task, tmp_path / name, task=task, **waiting) for name, task in tasks.items()]
         assert all(torch.equal(each.result(), expected) for each in found)
     (said,) = {record.message for record in caplog.records if "waits" in record.message}
     assert re.match("the thread trials_. waits until the run of another thread of this process is over", said)
@@ -203,27 +203,27 @@ def test_failing_run_in_thread_does_not_block_others(tmp_path):
 
 def trained_in_a_process(path):
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-    return trained(Path(path)).tolist()
+    return train_dropout_task(Path(path)).tolist()
 
 
 @pytest.mark.slow  # each process that is spawned imports torch
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_run_in_process_pool_is_identical(tmp_path, method):
-    expected = trained(tmp_path / "here").tolist()
+    expected = train_dropout_task(tmp_path / "here").tolist()
     with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
         places = [str(tmp_path / f"{method}-{number}") for number in range(2)]
         assert list(pool.map(trained_in_a_process, places)) == [expected] * 2
 
 
 def test_forked_process_may_start_a_run(tmp_path):
-    codes, expected = [], trained(tmp_path / "here")
+    codes, expected = [], train_dropout_task(tmp_path / "here")
 
     class Forking(lumen.Callback):
         def on_train_end(self, trainer, task):
             if (pid := os.fork()) == 0:
                 found = False
                 try:
-                    found = torch.equal(trained(tmp_path / "child"), expected)
+                    found = torch.equal(train_dropout_task(tmp_path / "child"), expected)
                 finally:
                     os._exit(0 if found else 1)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -280,7 +280,7 @@ def fit_around_another(path):
     fit(path, callbacks=[inner], num_sanity_val_steps=0)
 
 
-def refused(path):
+def catch_error(path):
     fit(path, callbacks=[lumen.EarlyStopping("nothing")])
 
 
@@ -294,7 +294,7 @@ RUNS = {
         lambda path: fit(path, callbacks=[lumen.LambdaCallback(on_validation_batch_end=fail)], val_check_interval=2),
         ZeroDivisionError,
     ),
-    "refused": (refused, ConfigError),
+    "refused": (catch_error, ConfigError),
     "interrupted": (
         lambda path: fit(path, callbacks=[lumen.LambdaCallback(on_train_batch_end=interrupt)]),
         KeyboardInterrupt,
@@ -306,7 +306,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
+def warm_process(tmp_path_factory):
     """Run once, so that imports and their side effects are done."""
     fit(tmp_path_factory.mktemp("warm"))
     gc.collect()
@@ -314,16 +314,16 @@ def warm(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_process")
 @pytest.mark.parametrize("name", RUNS)
 def test_run_leaves_no_trace_in_its_process(tmp_path, name):
     run, error = RUNS[name]
-    before, ended = what_is_there(), None
+    before, ended = read_process_state(), None
     try:  # not pytest.raises, which keeps the traceback and all failed objects alive
         run(tmp_path)
     except BaseException as exception:
         ended = type(exception)
     assert ended is error
     gc.collect()
-    after = what_is_there()
+    after = read_process_state()
     assert {what: (before[what], after[what]) for what in before if before[what] != after[what]} == {}

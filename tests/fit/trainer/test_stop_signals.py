@@ -11,7 +11,7 @@ import pytest
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.run_ends import names
+from tests.helpers.run_ends import list_checkpoints
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 ASKING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
@@ -55,7 +55,7 @@ def test_signal_saves_and_exits_with_its_code(tmp_path, number, code):
     with pytest.raises(SystemExit) as left:
         fit(tmp_path, number)
     assert left.value.code == code
-    assert names(tmp_path) == ["step-00000003"]
+    assert list_checkpoints(tmp_path) == ["step-00000003"]
     assert [signal.getsignal(each) for each in ASKING] == before
     log = (tmp_path / "runs/run/run.log").read_text()
     assert f"{number.name}: finishing this step" in log
@@ -91,13 +91,13 @@ def test_non_python_signal_handlers_are_kept(tmp_path):
 def test_sighup_after_sigterm_is_one_request(tmp_path):
     with pytest.raises(SystemExit, match="143"):
         fit(tmp_path, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM)
-    assert names(tmp_path) == ["step-00000003"]
+    assert list_checkpoints(tmp_path) == ["step-00000003"]
 
 
 def test_ctrl_c_after_another_signal_leaves_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, signal.SIGUSR1, signal.SIGINT)
-    assert not names(tmp_path)
+    assert not list_checkpoints(tmp_path)
     assert "stopped at once: SIGINT" in (tmp_path / "runs/run/run.log").read_text()
 
 
@@ -112,7 +112,7 @@ def test_a_later_signal_leaves_at_once(tmp_path, clock):
 
     with pytest.raises(SystemExit, match="143"):
         quiet_trainer(tmp_path, max_steps=6).fit(Later(), loader())
-    assert not names(tmp_path)
+    assert not list_checkpoints(tmp_path)
 
 
 def test_nested_run_handles_signals(tmp_path):
@@ -121,7 +121,7 @@ def test_nested_run_handles_signals(tmp_path):
 
     with pytest.raises(SystemExit, match="143"):
         fit(tmp_path, callbacks=[lumen.LambdaCallback(on_train_start=inner)])
-    assert names(tmp_path / "inner") == ["step-00000003"]
+    assert list_checkpoints(tmp_path / "inner") == ["step-00000003"]
 
 
 def test_slurm_job_is_recorded_in_environment_json(tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_run_within_grace_s_exits_normally(tmp_path):
     signal.set_wakeup_fd(wakes)
     with pytest.raises(SystemExit, match="75"):
         fit(tmp_path, signal.SIGUSR1, grace_s=60)
-    assert names(tmp_path) == ["step-00000003"]
+    assert list_checkpoints(tmp_path) == ["step-00000003"]
     assert fit(tmp_path, grace_s=60, resume="auto").global_step == 6
     assert threading.enumerate() == before
     assert signal.set_wakeup_fd(wakes) == wakes

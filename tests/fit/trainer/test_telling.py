@@ -16,7 +16,7 @@ import lumen
 from lumen.cli import main
 from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
-from tests.helpers.working_directory import LINE, commands_in
+from tests.helpers.working_directory import LINE, find_commands
 
 
 class Judged(Regression):
@@ -30,7 +30,7 @@ class Judged(Regression):
         self.log("score", self.values[self.current_epoch])
 
 
-def lines_of(capsys, tmp_path):
+def read_lines(capsys, tmp_path):
     """Return the text on the terminal, without the directory of the test."""
     return capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
 
@@ -44,7 +44,7 @@ def test_start_names_device_precision_and_step_size(tmp_path, capsys):
         ({"accumulate_grad_batches": {0: 1, 1: 2}}, "fp32"),
     ):
         quiet_trainer(tmp_path, max_steps=1, log_level="INFO", **options).fit(Regression(), loader())
-        assert lines_of(capsys, tmp_path)[1] == f"CPU, {threads} thread{'s' * (threads > 1)} · {said} · seed 3"
+        assert read_lines(capsys, tmp_path)[1] == f"CPU, {threads} thread{'s' * (threads > 1)} · {said} · seed 3"
 
 
 def test_unknown_step_size_is_not_shown(tmp_path, capsys):
@@ -62,7 +62,7 @@ def test_end_names_best_checkpoint_and_working_commands(tmp_path, capsys, monkey
     quiet_trainer(tmp_path, max_epochs=3, log_level="INFO", callbacks=saver).fit(
         Judged(0.25, 0.75, 0.5), loader(), val_dataloaders=loader()
     )
-    said = lines_of(capsys, tmp_path)
+    said = read_lines(capsys, tmp_path)
     told = said[said.index("finished: max_epochs=3 reached at step 21, epoch 3") + 1 :]
     assert told == [
         "best: score 0.7500 in runs/run/checkpoints/step-00000014",
@@ -85,7 +85,7 @@ def test_monitor_without_value_is_reported_at_end(tmp_path, capsys, monitor, the
     fit(Judged(0.25), loader(), val_dataloaders=loader())
     had_nothing = "EarlyStopping and ModelCheckpoint took no action."
     told = f"{monitor} had no value: the run ended before its first validation. {had_nothing}{then}"
-    assert lines_of(capsys, tmp_path).count(told) == 1
+    assert read_lines(capsys, tmp_path).count(told) == 1
 
 
 def test_monitor_with_value_is_not_reported(tmp_path, capsys):
@@ -113,7 +113,7 @@ SITUATIONS = {
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_every_printed_command_runs(capsys, situation):
     assert main(["fit", "--config", "line.yaml", *SITUATIONS[situation]]) == 0
-    printed = commands_in(capsys.readouterr().err)
+    printed = find_commands(capsys.readouterr().err)
     expected = {"curves", "weights"} | ({"longer"} if situation not in ("cycle", "stopped") else set())
     assert printed.keys() == expected
     for name, command in printed.items():
@@ -161,7 +161,7 @@ def test_longer_commands_of_scripts_name_the_script(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", words)
         monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-u", *words])
         ended.append(lumen.CLI(Line, Points).trainer.global_step)
-        program, *words = shlex.split(commands_in(capsys.readouterr().err)["longer"])
+        program, *words = shlex.split(find_commands(capsys.readouterr().err)["longer"])
         assert [program, words.pop(0)] == [Path(sys.executable).name, "-u"], last
     assert ended[1] == 2 * ended[0]
 

@@ -188,7 +188,7 @@ class Stream(IterableDataset):
         self.position = state["position"]
 
 
-def drawn():
+def draw_numbers():
     return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
 
@@ -198,9 +198,9 @@ def test_search_restores_task_data_trainer_and_generators(tmp_path):
     task, data = Falling(), loader(160, 16)
     task.norm.eval()
     before = {name: value.clone() for name, value in task.state_dict().items()}
-    told, generators = {**vars(trainer)}, drawn()
+    told, generators = {**vars(trainer)}, draw_numbers()
     lumen.Tuner(trainer).lr_find(task, data, **SEARCH, update_attr=False)
-    assert drawn() == generators
+    assert draw_numbers() == generators
     assert vars(trainer) == told
     assert not os.listdir(tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
@@ -360,7 +360,7 @@ class Sized(lumen.DataModule):
         return loader(given.samples, given.batch_size, dtype=self.dtype, drop_last=given.drop_last)
 
 
-def scale(tmp_path, task, data, trainer=None, **options):
+def scale_batch_size(tmp_path, task, data, trainer=None, **options):
     tuner = lumen.Tuner(bare_trainer(tmp_path, max_epochs=1, **trainer or {}))
     size = tuner.scale_batch_size(task, datamodule=data, **options)
     assert data.hparams.batch_size == size
@@ -380,16 +380,16 @@ def scale(tmp_path, task, data, trainer=None, **options):
     ],
 )
 def test_the_largest_batch_that_fits_is_found(tmp_path, options, size):
-    assert scale(tmp_path, Cramped(), Sized(), **options) == size
+    assert scale_batch_size(tmp_path, Cramped(), Sized(), **options) == size
 
 
 def test_memory_ends_by_other_errors_too(tmp_path):
-    assert scale(tmp_path, Cramped(error=RuntimeError), Sized(), init_val=16) == 16
+    assert scale_batch_size(tmp_path, Cramped(error=RuntimeError), Sized(), init_val=16) == 16
 
 
 def test_no_more_is_tried_than_there_is(tmp_path):
-    assert scale(tmp_path, Cramped(1000), Sized(samples=50), init_val=16) == 50
-    assert scale(tmp_path, Cramped(1000), Sized(samples=50, drop_last=True), init_val=16) == 32
+    assert scale_batch_size(tmp_path, Cramped(1000), Sized(samples=50), init_val=16) == 50
+    assert scale_batch_size(tmp_path, Cramped(1000), Sized(samples=50, drop_last=True), init_val=16) == 32
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_no_more_is_tried_than_there_is(tmp_path):
     [(1000, {}, 24), (10, {}, 8), (10, {"mode": "binsearch", "margin": 0.0}, 8), (13, {"init_val": 13}, 12)],
 )
 def test_batch_size_divides_the_global_batch_size(tmp_path, fits, options, size):
-    assert scale(tmp_path, Cramped(fits), Sized(), {"global_batch_size": 24}, **options) == size
+    assert scale_batch_size(tmp_path, Cramped(fits), Sized(), {"global_batch_size": 24}, **options) == size
 
 
 class WithGradients(Cramped):
@@ -412,7 +412,7 @@ class WithGradients(Cramped):
     ("options", "size"), [({"global_batch_size": 24}, 6), ({"accumulate_grad_batches": 4}, 6), ({}, 20)]
 )
 def test_a_trial_accumulates_where_the_run_does(tmp_path, options, size):
-    assert scale(tmp_path, WithGradients(), Sized(), options, mode="binsearch", margin=0.0) == size
+    assert scale_batch_size(tmp_path, WithGradients(), Sized(), options, mode="binsearch", margin=0.0) == size
 
 
 def test_found_micro_batch_does_not_change_training(tmp_path):
@@ -451,7 +451,7 @@ def test_resumed_run_keeps_the_found_batch_size(tmp_path):
 
 def test_memory_of_failed_attempts_is_freed(tmp_path):
     task = Cramped()
-    scale(tmp_path, task, Sized(), mode="binsearch")
+    scale_batch_size(tmp_path, task, Sized(), mode="binsearch")
     assert [each for each in gc.get_objects() if type(each) is Cramped] == [task]
 
 
@@ -501,9 +501,9 @@ def test_unsearchable_batch_size_is_one_error(tmp_path, task, options, error, sa
 
 def test_other_errors_pass_through_and_one_sample_fits(tmp_path):
     with pytest.raises(RuntimeError, match="of another kind"):
-        scale(tmp_path, Broken(), Sized())
+        scale_batch_size(tmp_path, Broken(), Sized())
     with pytest.raises(TrainingError, match="a batch of one sample does not fit"):
-        scale(tmp_path, Cramped(0), Sized())
+        scale_batch_size(tmp_path, Cramped(0), Sized())
 
 
 def test_data_of_a_single_tensor_is_enough(tmp_path):

@@ -14,7 +14,7 @@ import lumen
 from lumen.errors import ConfigError
 from lumen.tools.runs.command import run as list_runs
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
-from tests.helpers.user_logging import Says, fit_saying, said
+from tests.helpers.user_logging import LogMessages, filter_messages, fit_with_messages
 
 LIBRARY = f"{torchmetrics.__name__}.x"
 
@@ -34,8 +34,8 @@ class SpeaksToo(lumen.DataModule):
 
 
 def test_user_messages_reach_run_log_and_terminal(tmp_path, capsys):
-    lines = fit_saying(tmp_path, "__main__", task=Speaks(), data=SpeaksToo())
-    assert said(lines) == [
+    lines = fit_with_messages(tmp_path, "__main__", task=Speaks(), data=SpeaksToo())
+    assert filter_messages(lines) == [
         "INFO data: said by the data module",
         "INFO __main__: said at 20",
         "WARNING __main__: said at 30",
@@ -49,7 +49,7 @@ def test_user_messages_reach_run_log_and_terminal(tmp_path, capsys):
 
 
 def test_run_log_begins_with_the_run_directory(tmp_path):
-    begin, *others = (line.split(" ", 2)[2] for line in fit_saying(tmp_path))
+    begin, *others = (line.split(" ", 2)[2] for line in fit_with_messages(tmp_path))
     assert begin == f"INFO the run is in {tmp_path / 'runs/run'}"
     assert "INFO finished: max_steps=1 reached at step 1, epoch 1" in others
 
@@ -66,17 +66,17 @@ def test_run_log_begins_with_the_run_directory(tmp_path):
     ],
 )  # fmt: skip
 def test_logger_levels_are_respected_libraries_start_at_warning(tmp_path, level, heard):
-    lines = fit_saying(tmp_path, "a.b", "a.c", LIBRARY, log_level=level)
+    lines = fit_with_messages(tmp_path, "a.b", "a.c", LIBRARY, log_level=level)
     names = {10: "DEBUG", 20: "INFO", 30: "WARNING"}
-    assert said(lines) == [f"{names[number]} {name}: said at {number}" for name, number in heard]
+    assert filter_messages(lines) == [f"{names[number]} {name}: said at {number}" for name, number in heard]
 
 
-class Fails(Says):
+class Fails(LogMessages):
     def on_train_end(self, trainer, task):
         raise KeyError("on purpose")
 
 
-@pytest.mark.parametrize("callback", [Says, Fails])
+@pytest.mark.parametrize("callback", [LogMessages, Fails])
 def test_user_handlers_are_unaffected_and_restored(tmp_path, callback):
     root, mine, text = logging.getLogger(), logging.getLogger("mine"), io.StringIO()
     handler = logging.StreamHandler(text)
@@ -87,9 +87,9 @@ def test_user_handlers_are_unaffected_and_restored(tmp_path, callback):
         options = {"log_level": {"root": "DEBUG", "asked": "INFO"}, "callbacks": callback("other", "mine", "asked")}
         if callback is Fails:
             with pytest.raises(KeyError, match="on purpose"):
-                fit_saying(tmp_path, **options)
+                fit_with_messages(tmp_path, **options)
         else:
-            assert "DEBUG other: said at 10" in said(fit_saying(tmp_path, **options))
+            assert "DEBUG other: said at 10" in filter_messages(fit_with_messages(tmp_path, **options))
         assert (root.level, [*root.handlers], [[*each.filters] for each in root.handlers]) == before
         assert (mine.level, logging.getLogger("asked").level) == (logging.ERROR, logging.NOTSET)
         log = (tmp_path / "runs/run/run.log").read_text()
@@ -106,7 +106,7 @@ FORMAT = "[%(levelname)s][%(name)s] %(message)s"
 
 
 def test_log_format_is_that_of_every_line(tmp_path):
-    lines = fit_saying(tmp_path, "mine", log_format=FORMAT)
+    lines = fit_with_messages(tmp_path, "mine", log_format=FORMAT)
     assert lines[0] == f"[INFO][lumen] the run is in {tmp_path / 'runs/run'}"
     assert "[INFO][mine] said at 20" in lines
     assert "[INFO][lumen] finished: max_steps=1 reached at step 1, epoch 1" in lines
@@ -120,14 +120,14 @@ def test_runs_lists_the_status_whatever_log_format(tmp_path, capsys):
         (run,) = json.loads(capsys.readouterr().out)
         return run["status"], run["error"]
 
-    fit_saying(tmp_path, log_format=FORMAT)
+    fit_with_messages(tmp_path, log_format=FORMAT)
     assert status() == ("finished", None)
     for step, form in enumerate((FORMAT, None, FORMAT), start=2):
         longer = {"resume": "auto", "max_steps": step, "log_format": form}
         with pytest.raises(KeyError, match="on purpose"):
-            fit_saying(tmp_path, **longer, callbacks=Fails())
+            fit_with_messages(tmp_path, **longer, callbacks=Fails())
         assert status() == ("failed", f"KeyError: 'on purpose' (step {step})")
-        fit_saying(tmp_path, **longer)
+        fit_with_messages(tmp_path, **longer)
         assert status() == ("finished", None)
 
 
@@ -154,5 +154,5 @@ class Loud(Dataset):
 
 
 def test_messages_of_workers_are_logged(tmp_path):
-    lines = fit_saying(tmp_path, data=DataLoader(Loud(), 8, num_workers=1, multiprocessing_context="fork"))
-    assert said(lines) == [f"INFO dataset: said of sample {index}" for index in range(8)]
+    lines = fit_with_messages(tmp_path, data=DataLoader(Loud(), 8, num_workers=1, multiprocessing_context="fork"))
+    assert filter_messages(lines) == [f"INFO dataset: said of sample {index}" for index in range(8)]

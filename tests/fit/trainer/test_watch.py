@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.cli import main
 from tests.helpers.tasks import Regression, loader, quiet_trainer
-from tests.helpers.watch import WHERE, Stuck, stuck_fit
+from tests.helpers.watch import WHERE, Stuck, fit_until_stuck
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stalled_data_reports_where_it_waits(tmp_path, workers):
-    steps, texts = stuck_fit(tmp_path, workers, lumen.SingleDevice(timeout_s=1.2, startup_timeout_s=60))
+    steps, texts = fit_until_stuck(tmp_path, workers, lumen.SingleDevice(timeout_s=1.2, startup_timeout_s=60))
     assert steps == 8  # the run continued once the sample arrived
     assert re.match(r"rank 0 has done no step and no batch for [\d.]+ s; Lumen ends the job after [\d.]+ s", texts[0])
     main, *worker = texts[0].split("a data worker:\n")

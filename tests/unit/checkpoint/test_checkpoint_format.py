@@ -21,7 +21,7 @@ from lumen.checkpoint.format.manifest import FORMAT_VERSION
 from lumen.checkpoint.format.safetensors_file import is_supported_dtype
 from lumen.checkpoint.save.writer import write_checkpoint
 from tests.helpers import ROOT
-from tests.helpers.checkpoints import DTYPES, SHAPES, same, small, tensor_of
+from tests.helpers.checkpoints import DTYPES, SHAPES, is_same_tensor, make_tensor, save_small
 from tests.helpers.tasks import FEATURES, Regression, Saving, bare_trainer, loader
 
 PAGE = (ROOT / "docs/reference/checkpoint-format.md").read_text()
@@ -49,12 +49,12 @@ def assert_read_alike(path):
         expected = {name: checkpoint.read_tensor(section, name) for name in checkpoint.list_tensor_names(section)}
         if section == "model":
             expected |= {alias: expected[name] for alias, name in checkpoint.aliases.items()}
-        assert same(tensors[section], expected)
+        assert is_same_tensor(tensors[section], expected)
     assert list(state) == list(checkpoint.state)
     for part, encoded in checkpoint.state.items():
         source = "optimizer" if part == "optimizer" else "extra"
-        assert same(state[part], decode(encoded, checkpoint.as_mapping(source))), part
-    assert same(info, checkpoint.info)
+        assert is_same_tensor(state[part], decode(encoded, checkpoint.as_mapping(source))), part
+    assert is_same_tensor(info, checkpoint.info)
     return tensors, state, info
 
 
@@ -92,7 +92,7 @@ def write(path, strategy):
 
 
 @pytest.fixture(scope="module")
-def written(group, tmp_path_factory):
+def written_checkpoints(group, tmp_path_factory):
     """Write checkpoints with one process, and two under FSDP."""
     folder = tmp_path_factory.mktemp("written")
     write(folder / "single", "single")
@@ -102,8 +102,8 @@ def written(group, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_reader_agrees_with_lumen_on_checkpoints_of_runs(written, strategy):
-    tensors, state, info = assert_read_alike(written / strategy)
+def test_reader_agrees_with_lumen_on_checkpoints_of_runs(written_checkpoints, strategy):
+    tensors, state, info = assert_read_alike(written_checkpoints / strategy)
     assert torch.equal(tensors["model"]["again.weight"], tensors["model"]["net.0.weight"])
     assert tensors["optimizer"]["net.0.weight.exp_avg"].shape == (16, FEATURES)
     moment = state["optimizer"]["state"]["net.0.weight"]["exp_avg"]
@@ -114,8 +114,8 @@ def test_reader_agrees_with_lumen_on_checkpoints_of_runs(written, strategy):
     assert (info["step"], info["epoch"]) == (9, 1)
 
 
-def test_fsdp_checkpoint_has_chunks_to_assemble(written):
-    manifest = json.loads((written / "fsdp/manifest.json").read_text())
+def test_fsdp_checkpoint_has_chunks_to_assemble(written_checkpoints):
+    manifest = json.loads((written_checkpoints / "fsdp/manifest.json").read_text())
     chunks = manifest["sections"]["model"]["net.0.weight"]["chunks"]
     assert [[offsets, shape] for _, offsets, shape in chunks] == [[[0, 0], [8, 6]], [[8, 0], [8, 6]]]
     assert len({file for file, _, _ in chunks}) == 2
@@ -142,7 +142,7 @@ def test_reader_supports_every_dtype_shape_and_type(tmp_path):
     torch.manual_seed(0)
     extra = {}
     state = {name: encode(value, extra, name) for name, value in VALUES.items()}
-    model = {f"{dtype} {list(shape)}": tensor_of(dtype, shape) for dtype in DTYPES for shape in SHAPES}
+    model = {f"{dtype} {list(shape)}": make_tensor(dtype, shape) for dtype in DTYPES for shape in SHAPES}
     assert not all(is_supported_dtype(tensor.dtype) for tensor in model.values())
     sections = {"model": model, "optimizer": {}, "extra": extra}
     info = {"step": 1, "best": math.nan, "pair": (1, 2)}
@@ -166,10 +166,12 @@ def shorten(file):
 
 @pytest.mark.parametrize("damage", [flip, shorten, Path.unlink], ids=["a bit flipped", "a byte short", "missing"])
 def test_the_reader_notices_damage_to_any_file(tmp_path, damage):
-    files = [path.relative_to(tmp_path / "step-0") for path in small(tmp_path / "step-0").rglob("*") if path.is_file()]
+    files = [
+        path.relative_to(tmp_path / "step-0") for path in save_small(tmp_path / "step-0").rglob("*") if path.is_file()
+    ]
     assert len(files) == 5
     for number, file in enumerate(files, 1):
-        path = small(tmp_path / f"step-{number}")
+        path = save_small(tmp_path / f"step-{number}")
         READER.read(path)
         damage(path / file)
         with pytest.raises((ValueError, OSError)):
@@ -177,13 +179,13 @@ def test_the_reader_notices_damage_to_any_file(tmp_path, damage):
 
 
 def test_reader_detects_changed_manifest_that_is_valid_json(tmp_path):
-    manifest = small(tmp_path / "step-1") / "manifest.json"
+    manifest = save_small(tmp_path / "step-1") / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"lumen"', '"lemon"'))
     with pytest.raises(ValueError, match="the manifest was changed"):
         READER.read(tmp_path / "step-1")
 
 
-def rewritten(directory, edit):
+def rewrite_manifest(directory, edit):
     """Change a manifest and update its checksum, like an attacker."""
     path = directory / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -193,36 +195,36 @@ def rewritten(directory, edit):
     path.write_bytes(b'{"sha256": "%b",\n%b' % (hashlib.sha256(rest).hexdigest().encode(), rest))
 
 
-def elsewhere(manifest):
+def move_chunk(manifest):
     manifest["files"]["../step-2/state.json"] = manifest["files"]["state.json"]
 
 
-def overlapping(manifest):
+def overlap_chunks(manifest):
     spec = manifest["sections"]["model"]["a"]
     (file, _, _), spec["shape"] = spec["chunks"][0], [8, 4]
     spec["chunks"] = [[file, [0, 0], [4, 4]]] * 2
 
 
-def larger(manifest):
+def enlarge_shape(manifest):
     manifest["sections"]["model"]["a"]["shape"] = [2**40, 4]
 
 
-def of_another_format(manifest):
+def change_format(manifest):
     manifest["format"] = FORMAT_VERSION + 1
 
 
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (elsewhere, "may be elsewhere"), (overlapping, "overlap"), (larger, "not whole"),
-        (of_another_format, "this reads format 4"),
+        (move_chunk, "may be elsewhere"), (overlap_chunks, "overlap"), (enlarge_shape, "not whole"),
+        (change_format, "this reads format 4"),
     ],
 )  # fmt: skip
 def test_reader_validates_manifest_with_correct_checksum(tmp_path, edit, says):
-    path = small(tmp_path / "step-1")
-    rewritten(path, lambda manifest: None)
+    path = save_small(tmp_path / "step-1")
+    rewrite_manifest(path, lambda manifest: None)
     READER.read(path)
-    rewritten(path, edit)
+    rewrite_manifest(path, edit)
     with pytest.raises(ValueError, match=says):
         READER.read(path)
 
@@ -230,16 +232,18 @@ def test_reader_validates_manifest_with_correct_checksum(tmp_path, edit, says):
 # ---------------------------------------------------------------------- statements of the page
 
 
-def names_of_table(first):
+def read_table_names(first):
     """Return the names in backticks in the first column of the table that begins with a row."""
     (table,) = re.findall(rf"^\| `{first}`.*?(?=\n\n)", PAGE, re.S | re.M)
     return {name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
 
 
-def test_page_lists_manifest_and_state_entries_and_version(written):
+def test_page_lists_manifest_and_state_entries_and_version(written_checkpoints):
     for strategy in ("single", "fsdp"):
-        assert names_of_table("sha256") == set(json.loads((written / strategy / "manifest.json").read_text()))
-        assert names_of_table("seed") == set(Checkpoint.open(written / strategy).state)
+        assert read_table_names("sha256") == set(
+            json.loads((written_checkpoints / strategy / "manifest.json").read_text())
+        )
+        assert read_table_names("seed") == set(Checkpoint.open(written_checkpoints / strategy).state)
     assert f"A reader of format {FORMAT_VERSION} reads format {FORMAT_VERSION}" in PAGE
 
 
@@ -248,8 +252,8 @@ def test_the_page_names_every_tag():
     assert tags == set(re.findall(r'`\{"(\$\w+)":', PAGE))
 
 
-def test_manifest_has_three_lines_as_documented(written):
-    lines = (written / "single/manifest.json").read_text().splitlines()
+def test_manifest_has_three_lines_as_documented(written_checkpoints):
+    lines = (written_checkpoints / "single/manifest.json").read_text().splitlines()
     shown = re.search(r"JSON in three lines:\n\n```\n(.*?)\n```", PAGE, re.S)[1].splitlines()
     assert len(lines) == len(shown) == 3
     head, rest = json.loads(f"{{{lines[1][:-1]}}}"), json.loads(f"{{{lines[2]}")

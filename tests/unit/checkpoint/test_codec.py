@@ -14,7 +14,7 @@ import torch
 
 from lumen.checkpoint.format.codec import decode, encode
 from lumen.errors import CheckpointDamaged, CheckpointError
-from tests.helpers.checkpoints import same
+from tests.helpers.checkpoints import is_same_tensor
 
 
 def round_trip(value):
@@ -33,7 +33,7 @@ LEAVES = [
 
 @pytest.mark.parametrize("value", LEAVES, ids=lambda value: repr(value)[:20] if value != 10**5000 else "huge")
 def test_every_plain_value_survives_exactly(value):
-    assert same(round_trip(value), value)
+    assert is_same_tensor(round_trip(value), value)
 
 
 def random_value(rng, depth):
@@ -60,16 +60,16 @@ def test_random_nested_data_survives_exactly():
     rng = random.Random(0)
     for _ in range(500):
         value = random_value(rng, 5)
-        assert same(round_trip(value), value), value
+        assert is_same_tensor(round_trip(value), value), value
 
 
 def test_other_scalars_and_dictionaries_become_plain():
     """NumPy scalars and subclasses of dict, as OrderedDict and Counter."""
     value = [np.int64(-3), np.bool_(True), np.str_("x"), np.bytes_(b"y"), np.float64("inf")]
-    assert same(round_trip(value), [-3, True, "x", b"y", math.inf])
+    assert is_same_tensor(round_trip(value), [-3, True, "x", b"y", math.inf])
     ordered, default, counter = OrderedDict(b=1, a=2), defaultdict(list, {3: [4]}), Counter("aab")
-    assert same(round_trip([ordered, default, counter]), [{"b": 1, "a": 2}, {3: [4]}, {"a": 2, "b": 1}])
-    assert same(round_trip({np.int64(4): 1}), {4: 1})
+    assert is_same_tensor(round_trip([ordered, default, counter]), [{"b": 1, "a": 2}, {3: [4]}, {"a": 2, "b": 1}])
+    assert is_same_tensor(round_trip({np.int64(4): 1}), {4: 1})
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "f2", "f4"])
@@ -85,12 +85,12 @@ def test_numpy_scalars_keep_their_dtype(dtype):
 def test_arrays_of_any_strides_survive(dtype):
     array = np.arange(24).reshape(4, 6).astype(dtype)
     views = [array, array.T, array[::-1, ::2], np.broadcast_to(array[0], (3, 6)), array[2, 3:4].reshape(()), array[:0]]
-    assert same(round_trip(views), views)
+    assert is_same_tensor(round_trip(views), views)
 
 
 def test_tensors_with_one_path_are_kept_apart():
     value = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2), "b'": torch.tensor(3)}}
-    assert same(round_trip(value), value)
+    assert is_same_tensor(round_trip(value), value)
 
 
 class Colour(IntEnum):
@@ -139,9 +139,9 @@ def test_a_cycle_and_endless_nesting_are_errors():
         deep = [deep]
     with pytest.raises(CheckpointError, match="nested more than 100 levels deep"):
         encode(deep, {}, "x")
-    assert same(round_trip(deep[0]), deep[0])
+    assert is_same_tensor(round_trip(deep[0]), deep[0])
     shared = [1]
-    assert same(round_trip([shared, shared]), [[1], [1]])
+    assert is_same_tensor(round_trip([shared, shared]), [[1], [1]])
 
 
 MALFORMED = [

@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lumen.checkpoint import as_path_or_url, get_storage
 from lumen.checkpoint.format.folder import clean_leftovers
 from lumen.checkpoint.format.storage import Status, Storage, as_local_path, is_dir, is_file, path_exists
-from tests.helpers.checkpoints import small
+from tests.helpers.checkpoints import save_small
 
 OURS = ["manifest.json", "model/00000-00000.safetensors", "state.json"]
 
@@ -33,7 +33,7 @@ def write(storage, path, data=b"x"):
         assert append(data) == len(data)
 
 
-def begun(storage, directory, *, manifest=True):
+def begin_draft(storage, directory, *, manifest=True):
     """Begin a draft with all its files."""
     draft = storage.begin(directory)
     with storage.make_directory(draft.root / "model"):
@@ -44,13 +44,13 @@ def begun(storage, directory, *, manifest=True):
     return draft
 
 
-def committed(storage, directory):
-    storage.commit(begun(storage, directory))
+def commit_draft(storage, directory):
+    storage.commit(begin_draft(storage, directory))
     return directory
 
 
 def test_a_draft_becomes_a_checkpoint_by_its_commit(storage, place):
-    draft = begun(storage, place / "a/step-1", manifest=False)
+    draft = begin_draft(storage, place / "a/step-1", manifest=False)
     assert draft.directory == place / "a/step-1"
     assert not is_file(draft.directory / "manifest.json")
     assert (draft.root == draft.directory) == bool(storage.find_uncommitted(place / "a", [draft.root]))
@@ -62,7 +62,7 @@ def test_a_draft_becomes_a_checkpoint_by_its_commit(storage, place):
 
 
 def test_draft_in_final_place_needs_free_name(storage, place):
-    first = begun(storage, committed(storage, place / "step-1").with_name("step-2"), manifest=False)
+    first = begin_draft(storage, commit_draft(storage, place / "step-1").with_name("step-2"), manifest=False)
     if first.root == first.directory:
         with pytest.raises(FileExistsError, match="step-2"):
             storage.begin(first.directory)
@@ -72,7 +72,7 @@ def test_draft_in_final_place_needs_free_name(storage, place):
 
 
 def test_a_name_is_looked_at(storage, place):
-    write(storage, committed(storage, place / "step-1") / "model/b", b"12345")
+    write(storage, commit_draft(storage, place / "step-1") / "model/b", b"12345")
     assert storage.get_status(place / "step-1/model/b") == Status("file", 5)
     assert storage.get_status(place / "step-1/model").kind == "directory"
     assert storage.get_status(place / "step-2") is None
@@ -90,7 +90,7 @@ def test_a_name_is_looked_at(storage, place):
 
 
 def test_files_are_listed_recursively_and_include_file_itself(storage, place):
-    path = committed(storage, place / "step-1")
+    path = commit_draft(storage, place / "step-1")
     assert sorted(storage.list_names(path)) == ["manifest.json", "model", "state.json"]
     assert sorted(storage.list_files(path)) == OURS
     assert storage.list_files(path / "model") == ["00000-00000.safetensors"]
@@ -98,7 +98,7 @@ def test_files_are_listed_recursively_and_include_file_itself(storage, place):
 
 
 def test_a_file_is_read_whole_and_in_pieces(storage, place):
-    path = committed(storage, place / "step-1") / OURS[1]
+    path = commit_draft(storage, place / "step-1") / OURS[1]
     assert storage.get_size(path) == 10
     assert storage.read(path, 10) == b"0123456789"
     assert storage.read(path, 2) == b"01"
@@ -123,7 +123,7 @@ def test_a_file_that_fails_is_not_committed(storage, place):
 
 
 def test_with_manifest_finds_paths_that_have_a_manifest(storage, place):
-    paths = [committed(storage, place / f"step-{step}") for step in (1, 2, 3)]
+    paths = [commit_draft(storage, place / f"step-{step}") for step in (1, 2, 3)]
     write(storage, place / "step-1/model/manifest.json")  # of another user
     others = [place / "step-9", place / "step-1/model"]
     assert storage.find_with_manifest(place, []) == set()
@@ -132,7 +132,7 @@ def test_with_manifest_finds_paths_that_have_a_manifest(storage, place):
 
 
 def test_rename_keeps_files_and_frees_the_name(storage, place):
-    path = committed(storage, place / "step-1")
+    path = commit_draft(storage, place / "step-1")
     storage.rename(path, place / "step-1.damaged-1")
     assert sorted(storage.list_files(place / "step-1.damaged-1")) == OURS
     assert not path_exists(path)
@@ -145,7 +145,7 @@ def test_interrupted_rename_leaves_no_visible_checkpoint(monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     place, copy = as_path_or_url("memory://bucket/renamed"), MemoryFileSystem.cp_file
     storage = get_storage(place)
-    path, other, copied = committed(storage, place / "step-1"), place / "step-2", []
+    path, other, copied = commit_draft(storage, place / "step-1"), place / "step-2", []
 
     def copy_some(files, name, path2, **options):
         if len(copied) == allowed:
@@ -167,7 +167,7 @@ def test_interrupted_rename_leaves_no_visible_checkpoint(monkeypatch):
 
 
 def test_what_is_removed_is_gone_and_nothing_else(storage, place):
-    one, other = (committed(storage, place / name) for name in ("step-1", "step-10"))
+    one, other = (commit_draft(storage, place / name) for name in ("step-1", "step-10"))
     storage.remove(one)
     assert not path_exists(one)
     assert storage.list_names(place) == ["step-10"]
@@ -175,8 +175,8 @@ def test_what_is_removed_is_gone_and_nothing_else(storage, place):
 
 
 def test_leftover_drafts_are_cleaned_and_checkpoints_kept(storage, place):
-    small(place / "step-1")
-    begun(storage, place / "step-2", manifest=False)
+    save_small(place / "step-1")
+    begin_draft(storage, place / "step-2", manifest=False)
     storage.begin(place / "step-3")
     clean_leftovers(place)
     assert storage.list_names(place) == ["step-1"]

@@ -19,38 +19,38 @@ from tests.helpers.checkpoints import (
     KNOWN,
     SHAPES,
     assert_small,
-    raw,
-    same,
+    is_same_tensor,
+    make_tensor,
+    read_tensor_bytes,
     save,
-    small,
-    tensor_of,
+    save_small,
 )
 
 
 @pytest.mark.parametrize("max_file_bytes", [1, 300, 2 << 30])
 def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path, max_file_bytes):
-    tensors = {f"{dtype}/{shape}": tensor_of(dtype, shape) for dtype in DTYPES for shape in SHAPES}
+    tensors = {f"{dtype}/{shape}": make_tensor(dtype, shape) for dtype in DTYPES for shape in SHAPES}
     path = tmp_path / "step-1"
     write_checkpoint(path, {"model": tensors}, {}, info={}, max_file_bytes=max_file_bytes)
     checkpoint = Checkpoint.open(path)
     assert checkpoint.list_tensor_names("model") == list(tensors)
     for name, tensor in tensors.items():
         assert checkpoint.get_spec("model", name) == (tensor.dtype, tensor.shape)
-        assert same(checkpoint.read_tensor("model", name), tensor)
-        target = tensor_of(tensor.dtype, tensor.shape)
+        assert is_same_tensor(checkpoint.read_tensor("model", name), tensor)
+        target = make_tensor(tensor.dtype, tensor.shape)
         address = target.data_ptr()
         checkpoint.copy_into("model", name, target)
-        assert same(target, tensor)
+        assert is_same_tensor(target, tensor)
         assert target.data_ptr() == address
     lazy = checkpoint.as_mapping("model")
     assert list(lazy) == list(tensors)
     assert len(lazy) == len(tensors)
-    assert all(same(lazy[name], tensor) for name, tensor in tensors.items())
+    assert all(is_same_tensor(lazy[name], tensor) for name, tensor in tensors.items())
     assert "nothing" not in lazy
 
 
 def test_files_are_bounded_and_readable_by_safetensors(tmp_path):
-    tensors = {f"t{i}": tensor_of(dtype, (2, 3)) for i, dtype in enumerate(DTYPES)} | {"big": torch.randn(200)}
+    tensors = {f"t{i}": make_tensor(dtype, (2, 3)) for i, dtype in enumerate(DTYPES)} | {"big": torch.randn(200)}
     path = tmp_path / "step-1"
     write_checkpoint(path, {"model": tensors}, {}, info={}, max_file_bytes=100)
     found = {}
@@ -65,7 +65,7 @@ def test_files_are_bounded_and_readable_by_safetensors(tmp_path):
         found |= loaded
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert raw(found[name]) == raw(tensor)
+        assert read_tensor_bytes(found[name]) == read_tensor_bytes(tensor)
         assert found[name].dtype == (tensor.dtype if tensor.dtype in KNOWN else torch.uint8)
     assert not list(tmp_path.glob("*.tmp-*"))
 
@@ -113,7 +113,7 @@ def test_a_default_device_changes_nothing(tmp_path):
 
 
 def test_the_manifest_tells_what_is_inside(tmp_path):
-    path = small(tmp_path / "step-00000007")
+    path = save_small(tmp_path / "step-00000007")
     assert sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()) == [
         *("manifest.json", "model/00000-00000.safetensors", "model/00000-00001.safetensors"),
         *("optimizer/00000-00000.safetensors", "state.json"),
@@ -122,8 +122,10 @@ def test_the_manifest_tells_what_is_inside(tmp_path):
     checkpoint = Checkpoint.open(path, verify="sizes")
     assert checkpoint.list_tensor_names("extra") == []
     assert checkpoint.aliases == {"tied": "a"}
-    assert same(checkpoint.info, read_info(path))
-    assert same(checkpoint.info, {"step": 7, "metrics": {"loss": math.nan}, "finished": False, "best": (1, 2)})
+    assert is_same_tensor(checkpoint.info, read_info(path))
+    assert is_same_tensor(
+        checkpoint.info, {"step": 7, "metrics": {"loss": math.nan}, "finished": False, "best": (1, 2)}
+    )
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["format"] == 4
     for name, record in manifest["files"].items():
@@ -132,7 +134,7 @@ def test_the_manifest_tells_what_is_inside(tmp_path):
 
 
 def test_a_committed_checkpoint_is_never_overwritten(tmp_path):
-    path = small(tmp_path / "step-1")
+    path = save_small(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match="never overwrites"):
         save(path, model={"w": torch.ones(1)})
     assert_small(path)
@@ -143,9 +145,9 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path):
     path = tmp_path / "step-1"
     path.touch()
     for name in (FILES[2], "manifest.json"):
-        small(path)
+        save_small(path)
         os.truncate(path / name, 5)
-    small(path, value=2.0)
+    save_small(path, value=2.0)
     assert_small(path, value=2.0)
     assert sorted(os.listdir(tmp_path)) == ["step-1", *(f"step-1.damaged-{k}" for k in (1, 2, 3))]
 
@@ -170,4 +172,4 @@ def test_unsupported_state_raises_before_writing(tmp_path, kind):
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "checkpoints").touch()
     with pytest.raises(CheckpointError, match=r"cannot write .*checkpoints.* A file is in the way"):
-        small(tmp_path / "checkpoints" / "step-1")
+        save_small(tmp_path / "checkpoints" / "step-1")

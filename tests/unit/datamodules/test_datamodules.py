@@ -20,7 +20,7 @@ from lumen.cli import main
 from lumen.errors import ConfigError, DataError
 
 
-def char_text(tmp_path, content="hello world, this is text. " * 20, **options):
+def make_char_text(tmp_path, content="hello world, this is text. " * 20, **options):
     (tmp_path / "book.txt").write_text(content, encoding="utf-8")
     data = CharText(str(tmp_path / "book.txt"), **{"block_size": 8, "batch_size": 4, **options})
     data.setup("fit")
@@ -47,7 +47,7 @@ def test_a_text_of_another_hash_is_refused(monkeypatch):
 
 
 def test_char_text_targets_are_inputs_shifted_by_one(tmp_path):
-    data = char_text(tmp_path)
+    data = make_char_text(tmp_path)
     for loader in (data.train_dataloader(), data.val_dataloader()):
         inputs, targets = next(iter(loader))
         assert inputs.shape == targets.shape == (4, 8)
@@ -57,7 +57,7 @@ def test_char_text_targets_are_inputs_shifted_by_one(tmp_path):
 
 def test_char_text_covers_all_windows_and_blocks(tmp_path):
     """Training has every window once, validation every block once."""
-    data = char_text(tmp_path)
+    data = make_char_text(tmp_path)
     split = int(0.9 * len(data.text))
     windows = [data.decode(inputs) for inputs, _ in data.train]
     assert windows == [data.text[i : i + 8] for i in range(split - 8)]
@@ -68,7 +68,7 @@ def test_char_text_covers_all_windows_and_blocks(tmp_path):
 
 @pytest.mark.parametrize("train_split", [0.9, 0.5])
 def test_no_character_is_in_both_parts(tmp_path, train_split):
-    data = char_text(tmp_path, "".join(map(chr, range(1000, 1400))), train_split=train_split)
+    data = make_char_text(tmp_path, "".join(map(chr, range(1000, 1400))), train_split=train_split)
     train = {i for sample in data.train for part in sample for i in part.tolist()}
     val = {i for sample in data.val for part in sample for i in part.tolist()}
     assert train == set(range(round(400 * train_split)))
@@ -77,7 +77,7 @@ def test_no_character_is_in_both_parts(tmp_path, train_split):
 
 
 def test_truncate_counts_characters(tmp_path):
-    assert char_text(tmp_path, "é" * 500, truncate=100).text == "é" * 100
+    assert make_char_text(tmp_path, "é" * 500, truncate=100).text == "é" * 100
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_tiny_shakespeare_comes_from_valid_cache(monkeypatch, tmp_path):
 
 
 def test_encoding_and_decoding_are_inverse(tmp_path):
-    data = char_text(tmp_path)
+    data = make_char_text(tmp_path)
     ids = data.encode("is it")
     assert ids.shape == (5,)
     assert ids.max() < data.vocab_size
@@ -167,7 +167,7 @@ def test_encoding_and_decoding_are_inverse(tmp_path):
 
 
 def test_the_prompt_is_one_batch(tmp_path):
-    data = char_text(tmp_path, prompt="hello")
+    data = make_char_text(tmp_path, prompt="hello")
     (batch,) = data.predict_dataloader()
     assert batch.shape == (1, 5)
     assert data.decode(batch[0]) == "hello"
@@ -175,17 +175,17 @@ def test_the_prompt_is_one_batch(tmp_path):
 
 def test_an_unknown_character_of_the_prompt_is_named(tmp_path):
     with pytest.raises(DataError, match=r"'QZ' in 'Zero Quest' does not occur"):
-        char_text(tmp_path, prompt="Zero Quest", content="zero quest" * 50).predict_dataloader()
+        make_char_text(tmp_path, prompt="Zero Quest", content="zero quest" * 50).predict_dataloader()
 
 
 def test_an_empty_prompt_is_refused(tmp_path):
     with pytest.raises(DataError, match="prompt is empty"):
-        char_text(tmp_path, prompt="").predict_dataloader()
+        make_char_text(tmp_path, prompt="").predict_dataloader()
 
 
 def test_text_shorter_than_one_block_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"6 characters, one sample needs block_size \+ 1 = 9"):
-        char_text(tmp_path, "a" * 60)
+        make_char_text(tmp_path, "a" * 60)
 
 
 def test_a_missing_text_is_named(tmp_path):
@@ -200,10 +200,10 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 
 
 def test_a_model_is_not_continued_on_another_vocabulary(tmp_path):
-    state = char_text(tmp_path).state_dict()
-    char_text(tmp_path).load_state_dict(state)
+    state = make_char_text(tmp_path).state_dict()
+    make_char_text(tmp_path).load_state_dict(state)
     with pytest.raises(DataError, match="this text has ' ,aehlortxy'"):
-        char_text(tmp_path, "other text, really " * 20).load_state_dict(state)
+        make_char_text(tmp_path, "other text, really " * 20).load_state_dict(state)
 
 
 # -------------------------------------------------------------------- digits
@@ -254,14 +254,14 @@ def test_shift_moves_image_and_fills_with_black(digits):
         image, label = shifted.train[0]
         original, original_label = digits.train[0]
         assert label == original_label
-        moves = [(y, x) for y in range(-3, 4) for x in range(-3, 4) if torch.equal(image, moved(original, y, x))]
+        moves = [(y, x) for y in range(-3, 4) for x in range(-3, 4) if torch.equal(image, move_image(original, y, x))]
         assert len(moves) == 1
         seen.update(moves)
     assert {y for y, _ in seen} == {x for _, x in seen} == set(range(-3, 4))
     assert torch.equal(shifted.val[0][0], digits.val[0][0])
 
 
-def moved(image, down, right):
+def move_image(image, down, right):
     canvas = torch.zeros(1, 34, 34)
     canvas[:, 3 + down : 31 + down, 3 + right : 31 + right] = image
     return canvas[:, 3:31, 3:31]

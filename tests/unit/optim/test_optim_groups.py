@@ -40,7 +40,7 @@ class Mixed(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def names_of(module, groups):
+def list_group_names(module, groups):
     """Return sorted first names of the parameters in each group."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [sorted(names[id(parameter)] for parameter in group["params"]) for group in groups]
@@ -54,7 +54,7 @@ MATRICES_OF = {"decay": ["Linear", "_ConvNd", "MultiheadAttention", "LSTM", "Mix
 def test_decay_by_class_supports_bases_and_tied_parameters():
     module = Mixed()
     kinds = MATRICES_OF | {"no_decay": ["BatchNorm1d", "RootMeanSquareNorm", "Embedding"]}
-    decaying, other = names_of(module, decay_groups(module, 0.1, by=kinds))
+    decaying, other = list_group_names(module, decay_groups(module, 0.1, by=kinds))
     assert set(other) == BIASES | NORMS | {"embed.weight"}
     assert set(decaying) == {name for name, _ in module.named_parameters()} - set(other)
 
@@ -92,7 +92,7 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
 
 
-def groups_of_mingpt(model):
+def group_like_mingpt(model):
     """Return names that decay and names that do not, by the loop of minGPT's own `create_optimizer`."""
     decay, no_decay = set(), set()
     for module_name, module in model.named_modules():
@@ -114,9 +114,9 @@ def groups_of_mingpt(model):
 )
 def test_groups_are_those_of_mingpts_own_loop(by):
     model = nn.ModuleDict({"stem": Stem(), "blocks": nn.Sequential(Layer(), Layer()), "head": nn.Linear(4, 7)})
-    expected = groups_of_mingpt(model)
+    expected = group_like_mingpt(model)
     assert "stem.pos_emb" in expected[1]
-    assert names_of(model, decay_groups(model, 0.1, by=by)) == expected
+    assert list_group_names(model, decay_groups(model, 0.1, by=by)) == expected
 
 
 class Experts(nn.Module):
@@ -137,7 +137,7 @@ def test_module_type_excludes_embeddings_but_no_layer_matrices():
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False))
     model = nn.Sequential(LearnedPositionalEncoding(), Experts(), normed)
     decaying = ["1.up", "2.parametrizations.weight.original0", "2.parametrizations.weight.original1"]
-    assert names_of(model, decay_groups(model, 0.1, by="module type")) == [decaying, ["0.pe"]]
+    assert list_group_names(model, decay_groups(model, 0.1, by="module type")) == [decaying, ["0.pe"]]
 
 
 # ---------------------------------------------------------------------- weight decay
@@ -178,7 +178,7 @@ def test_decay_groups_by_dimension_module_type_or_name(by, undecayed):
     groups = decay_groups(module, 0.3, by=by)
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     everything = MATRICES | BIASES | NORMS | {"scale"}
-    assert names_of(module, groups) == [sorted(everything - undecayed), sorted(undecayed)]
+    assert list_group_names(module, groups) == [sorted(everything - undecayed), sorted(undecayed)]
     check_groups(module, groups)
 
 
@@ -211,7 +211,7 @@ def test_frozen_parameters_are_left_out(by):
     module = Mixed()
     module.body.requires_grad_(False)
     groups = decay_groups(module, 0.1, by=by)
-    assert not any(name.startswith("body") for names in names_of(module, groups) for name in names)
+    assert not any(name.startswith("body") for names in list_group_names(module, groups) for name in names)
     check_groups(module, groups)
     with pytest.raises(ConfigError, match=r"Mixed has no trainable parameter. Unfreeze some"):
         decay_groups(module.requires_grad_(False), 0.1, by=by)
@@ -247,7 +247,7 @@ def test_invalid_groups_raise_one_error_for_all_faults():
 # ---------------------------------------------------------------------- layer-wise learning rates
 
 
-def rates(module, groups):
+def list_rates(module, groups):
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         names[id(parameter)]: (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]
@@ -261,7 +261,7 @@ def test_layer_rates_decay_from_head_to_embeddings(blocks, embeddings):
     groups = layer_decay_groups(gpt, 0.8, 0.5, blocks, weight_decay=0.1, embeddings=embeddings)
     check_groups(gpt, groups)
     assert [group["lr"] for group in groups] == [0.05, 0.1, 0.1, 0.2, 0.2, 0.4, 0.4, 0.8]
-    for name, (rate, decay) in rates(gpt, groups).items():
+    for name, (rate, decay) in list_rates(gpt, groups).items():
         layer = name.split(".")[1:3]
         expected = {"tokens": 0.05, "positions": 0.05, "norm": 0.8}.get(layer[0]) or 0.1 * 2 ** int(layer[1])
         assert rate == pytest.approx(expected), name
@@ -272,7 +272,7 @@ def test_blocks_can_be_listed_for_other_networks():
     module = Mixed()
     groups = layer_decay_groups(module, 1.0, 0.1, ["stem", "body.recurrent"], weight_decay=0.2, by="module type",
                                 embeddings=["token", "head"])  # fmt: skip
-    found = rates(module, groups)
+    found = list_rates(module, groups)
     check_groups(module, groups)
     assert found["token"] == pytest.approx((0.001, 0.0))
     assert found["embed.weight"] == pytest.approx((0.001, 0.0))
@@ -285,7 +285,7 @@ def test_blocks_can_be_listed_for_other_networks():
 
 def test_a_stack_counts_the_blocks_that_have_parameters():
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-    found = rates(net, layer_decay_groups(net, 1.0, 0.5, "1", weight_decay=0.0))
+    found = list_rates(net, layer_decay_groups(net, 1.0, 0.5, "1", weight_decay=0.0))
     assert [found[name][0] for name in ("0.weight", "1.1.weight", "1.3.bias")] == [0.125, 0.25, 0.5]
 
 
@@ -294,7 +294,7 @@ def test_shared_layer_learns_at_its_lowest_rate():
     net = nn.Sequential(shared, nn.Linear(2, 2), shared, nn.Linear(2, 1))
     groups = layer_decay_groups(net, 1.0, 0.5, ["0", "1", "2"], weight_decay=0.0)
     check_groups(net, groups)
-    assert {name: rate for name, (rate, _) in rates(net, groups).items() if "weight" in name} == {
+    assert {name: rate for name, (rate, _) in list_rates(net, groups).items() if "weight" in name} == {
         "0.weight": 0.125,
         "1.weight": 0.25,
         "3.weight": 1.0,
@@ -340,12 +340,12 @@ def test_group_names_survive_checkpoint_and_resume_is_exact(tmp_path):
 
 def test_frozen_layers_have_no_group_and_no_effect():
     gpt = GPT(11, preset="gpt-nano")
-    everything = rates(gpt, layer_decay_groups(gpt, 0.8, 0.5, "transformer.blocks", weight_decay=0.1))
+    everything = list_rates(gpt, layer_decay_groups(gpt, 0.8, 0.5, "transformer.blocks", weight_decay=0.1))
     gpt.transformer.blocks[:2].requires_grad_(False)
     gpt.transformer.tokens.requires_grad_(False)
     groups = layer_decay_groups(gpt, 0.8, 0.5, "transformer.blocks", weight_decay=0.1)
     check_groups(gpt, groups)
-    found = rates(gpt, groups)
+    found = list_rates(gpt, groups)
     assert found == {name: everything[name] for name in found}
     assert len(groups) == 1 + 2 + 1
 

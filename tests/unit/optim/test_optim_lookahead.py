@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from lumen.errors import ConfigError
 from lumen.optim import Lookahead
-from tests.helpers.tasks import Regression, backward, loader, network, quiet_trainer, weights
+from tests.helpers.tasks import Regression, backpropagate, loader, network, quiet_trainer, weights
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -39,9 +39,9 @@ def test_the_steps_are_those_of_the_paper(optimizer, k, alpha):
     inner = OPTIMIZERS[optimizer](theirs.parameters())
     slow = [parameter.detach().clone() for parameter in theirs.parameters()]  # phi
     for step in range(1, 14):
-        backward(ours)
+        backpropagate(ours)
         lookahead.step()
-        backward(theirs)
+        backpropagate(theirs)
         inner.step()
         if step % k == 0:
             for phi, theta in zip(slow, theirs.parameters(), strict=True):
@@ -61,7 +61,7 @@ def test_alpha_one_equals_inner_optimizer():
     ))  # fmt: skip
     for _ in range(6):
         for net, optimizer in ((ours.double(), lookahead), (theirs.double(), inner)):
-            backward(net)
+            backpropagate(net)
             optimizer.step()
     assert torch.equal(weights(ours), weights(theirs))
 
@@ -72,12 +72,12 @@ def test_a_parameter_joins_with_its_first_gradient():
     first = net[0].weight.detach().clone()
     lookahead = Lookahead(OPTIMIZERS["AdamW"](net.parameters()), 2)
     for _ in range(3):
-        backward(net)
+        backpropagate(net)
         lookahead.step()
     assert net[0].weight not in lookahead.state
     assert torch.equal(net[0].weight, first)
     net[0].requires_grad_(True)
-    backward(net)
+    backpropagate(net)
     lookahead.step()  # the fourth step: an exchange
     fast = first - lookahead.param_groups[0]["lr"] * net[0].weight.grad.sign()
     torch.testing.assert_close(net[0].weight.detach(), (first + fast) / 2, rtol=1e-3, atol=1e-6)
@@ -88,8 +88,8 @@ def test_a_closure_gives_gradients_and_loss():
     ours, theirs = network(dtype=torch.float64), network(dtype=torch.float64)
     with_closure, without = (Lookahead(OPTIMIZERS["SGD"](net.parameters()), 2) for net in (ours, theirs))
     for _ in range(4):
-        found = with_closure.step(lambda: backward(ours))
-        expected = backward(theirs)
+        found = with_closure.step(lambda: backpropagate(ours))
+        expected = backpropagate(theirs)
         without.step()
         assert torch.equal(found, expected)
     assert torch.equal(weights(ours), weights(theirs))
@@ -115,7 +115,7 @@ def test_groups_and_state_are_shared_with_inner_optimizer():
     lookahead = Lookahead(inner, 2)
     lookahead.add_param_group({"params": list(net[3].parameters()), "lr": 0.5})
     for _ in range(3):
-        backward(net)
+        backpropagate(net)
         lookahead.step()
     assert len(inner.param_groups) == 2
     assert [group["lookahead_step"] for group in inner.param_groups] == [1, 1]
@@ -135,10 +135,10 @@ def test_torchs_own_state_dict_restores_every_bit():
             nn.utils.vector_to_parameters(at_four, copy.parameters())
             other = Lookahead(OPTIMIZERS["AdamW"](copy.parameters()), 3)
             other.load_state_dict(state)
-        backward(net)
+        backpropagate(net)
         lookahead.step()
     for _ in range(4, 10):
-        backward(copy)
+        backpropagate(copy)
         other.step()
     assert torch.equal(weights(net), weights(copy))
 

@@ -8,7 +8,7 @@ import pytest
 from lumen.cli import main
 from lumen.cli.commands import list_commands
 from lumen.tools.completion import make_full_parser
-from tests.helpers.shells import completed
+from tests.helpers.shells import complete_line
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_shell_completes_what_lumen_takes(shell, tmp_path, capsys):
     script.write_text(capsys.readouterr().out)
     assert "# to install: " in script.read_text().splitlines()[1]
     typed = "lumen fi\t --con\t con\tmi\t --trainer.prec\t bf16-t\t --trainer.callb\t Early\t"
-    assert completed(shell, typed, tmp_path, script).split() == [
+    assert complete_line(shell, typed, tmp_path, script).split() == [
         "lumen", "fit", "--config", "configs/mine.yaml", "--trainer.precision", "bf16-true",
         "--trainer.callbacks", "EarlyStopping",
     ]  # fmt: skip

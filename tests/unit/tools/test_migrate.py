@@ -16,7 +16,7 @@ from lumen.tools.migrate.command import migrate_project
 from lumen.tools.migrate.config import ConfigEditor
 from lumen.tools.migrate.names import ELSEWHERE, find_new_name
 from lumen.tools.migrate.source import EditableSource, ItemEditor
-from tests.helpers.migrate import command, write
+from tests.helpers.migrate import run_migrate, run_migrate_write
 
 IMPORTS = [
     ("import lightning as L", "import lumen"),
@@ -229,7 +229,7 @@ SAID = [
 ]
 
 
-def migrated(tmp_path, text, name="a.py"):
+def migrate_text(tmp_path, text, name="a.py"):
     """Return a file's text with its edits, and the messages."""
     path = tmp_path / name
     path.write_bytes(text.encode())
@@ -239,9 +239,9 @@ def migrated(tmp_path, text, name="a.py"):
 
 def check(tmp_path, before, after):
     """Check that the edits are the given ones, are Python, and are made only once."""
-    assert migrated(tmp_path, before)[0] == after
+    assert migrate_text(tmp_path, before)[0] == after
     ast.parse(after)
-    assert migrated(tmp_path, after)[0] == after
+    assert migrate_text(tmp_path, after)[0] == after
 
 
 @pytest.mark.parametrize(("before", "after"), IMPORTS)
@@ -278,7 +278,7 @@ def test_configs_are_edited_and_keep_their_comments(before, after):
 
 @pytest.mark.parametrize(("text", "said"), SAID)
 def test_what_no_edit_can_do_is_said(tmp_path, text, said):
-    _, notes = migrated(tmp_path, f"import lightning as L\n{text}\n")
+    _, notes = migrate_text(tmp_path, f"import lightning as L\n{text}\n")
     assert any(said in note for note in notes), notes
 
 
@@ -307,21 +307,21 @@ def test_outputs_are_read_as_steps_return_them(tmp_path, returned, after, said):
     step = "class A(L.LightningModule):\n    def training_step(self, b):\n        self.log_dict({})\n        return "
     hook = "class B(L.Callback):\n    def on_train_batch_end(self, t, m, o, *a):\n        "
     text = "".join(["import lightning as L\n", *(f"{step}{each}\n" for each in returned), f"{hook}o['loss']\n"])
-    edited, notes = migrated(tmp_path, text)
+    edited, notes = migrate_text(tmp_path, text)
     assert edited.endswith(f"        {after}\n")
     assert any("a loss and no dictionary" in note for note in notes) == said
 
 
 def test_a_run_without_a_limit_keeps_lightnings(tmp_path):
     text = "import lightning as L\nt = L.Trainer(devices=2)\nt.fit(m)\n"
-    assert "lumen.Trainer(devices=2, max_epochs=1000)" in migrated(tmp_path, text)[0]
-    assert "Trainer(max_time=t)" in migrated(tmp_path, text.replace("devices=2", "max_time=t"))[0]
-    assert "Trainer(**a)" in migrated(tmp_path, text.replace("devices=2", "**a"))[0]
+    assert "lumen.Trainer(devices=2, max_epochs=1000)" in migrate_text(tmp_path, text)[0]
+    assert "Trainer(max_time=t)" in migrate_text(tmp_path, text.replace("devices=2", "max_time=t"))[0]
+    assert "Trainer(**a)" in migrate_text(tmp_path, text.replace("devices=2", "**a"))[0]
 
 
 @pytest.mark.parametrize("given", ["dict(gpus=0, max_epochs=2)", '{"gpus": 0, "max_epochs": 2}'])
 def test_arguments_that_are_unpacked_are_edited(tmp_path, given):
-    after, _ = migrated(tmp_path, f"import lightning as L\nargs = {given}\nL.Trainer(**args)\n")
+    after, _ = migrate_text(tmp_path, f"import lightning as L\nargs = {given}\nL.Trainer(**args)\n")
     assert "gpus" not in after
     assert "max_epochs" in after
 
@@ -330,15 +330,15 @@ def test_user_class_gets_arguments_of_its_base(tmp_path):
     text = (
         "from lightning.pytorch.cli import LightningCLI\nclass C(LightningCLI): ...\nC(A, save_config_kwargs={1: 2})\n"
     )
-    assert migrated(tmp_path, text)[0].endswith("C(A)\n")
+    assert migrate_text(tmp_path, text)[0].endswith("C(A)\n")
     own = text.replace("...", "\n    def __init__(self, a, save_config_kwargs): ...")
-    assert migrated(tmp_path, own)[0].endswith("save_config_kwargs={1: 2})\n")
+    assert migrate_text(tmp_path, own)[0].endswith("save_config_kwargs={1: 2})\n")
 
 
 def test_line_endings_encoding_and_other_bytes_are_kept(tmp_path):
     text = "# -*- coding: latin-1 -*-\r\nimport lightning as L\r\nx = 'é', L.Trainer  \r\n\x0cy = 1"
     (tmp_path / "a.py").write_bytes(text.encode("latin-1"))
-    write(tmp_path, "--force")
+    run_migrate_write(tmp_path, "--force")
     expected = text.replace("lightning as L", "lumen").replace("L.", "lumen.")
     assert (tmp_path / "a.py").read_bytes() == expected.encode("latin-1")
 
@@ -356,7 +356,7 @@ def test_columns_behind_letters_of_several_bytes_are_right(tmp_path):
 
 def test_without_git_nothing_is_written_unless_forced(tmp_path):
     (tmp_path / "a.py").write_text("import lightning\n")
-    code, said = write(tmp_path)
+    code, said = run_migrate_write(tmp_path)
     assert code == 2
     assert "is not in git" in said
     assert (tmp_path / "a.py").read_text() == "import lightning\n"
@@ -368,7 +368,7 @@ def test_unreadable_files_are_named_and_others_edited(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [lightning\n")
     (tmp_path / "good.py").write_text("import lightning\n")
     (tmp_path / "empty.py").write_text("")
-    code, said = write(tmp_path, "--force")
+    code, said = run_migrate_write(tmp_path, "--force")
     assert code == 1
     assert "bad.py: not edited: line 2: not valid Python: '(' was never closed." in said
     assert "bytes.py: not edited:" in said
@@ -380,7 +380,7 @@ def test_notebooks_and_requirements_are_named_and_not_edited(tmp_path):
     (tmp_path / "a.ipynb").write_text('{"cells": [{"source": ["import pytorch_lightning as pl"]}]}')
     (tmp_path / "requirements.txt").write_text("torch\npytorch-lightning>=2  # loops\nlightning-bolts\n# lightning\n")
     (tmp_path / "pyproject.toml").write_text('dependencies = ["lightning[extra]>=2"]\n')
-    code, diff, said = command(tmp_path)
+    code, diff, said = run_migrate(tmp_path)
     assert (code, diff) == (0, "")
     assert said.splitlines() == [
         "To check by hand:",
@@ -394,7 +394,7 @@ def test_notebooks_and_requirements_are_named_and_not_edited(tmp_path):
 def test_a_project_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "a.py").write_text("import torch\nlightning = 3\ntrainer.fit(m, verbose=True)\n")
     (tmp_path / "c.yaml").write_text("trainer: {gpus: 2}\n")
-    assert command(tmp_path)[:2] == (0, "")
+    assert run_migrate(tmp_path)[:2] == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_a_project_of_something_else_is_left_alone(tmp_path):
 )
 def test_a_wrong_command_line_is_an_error(tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
-    code, out, err = command(*words)
+    code, out, err = run_migrate(*words)
     assert (code, out) == (2, "")
     assert said in err
 
@@ -418,7 +418,7 @@ def test_a_link_is_followed_to_no_other_place(tmp_path):
     outside.write_text("import lightning\n")
     (tmp_path / "project").mkdir()
     os.symlink(outside, tmp_path / "project/link.py")
-    write(tmp_path / "project", "--force")
+    run_migrate_write(tmp_path / "project", "--force")
     assert outside.read_text() == "import lightning\n"
 
 
