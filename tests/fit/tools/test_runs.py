@@ -36,7 +36,7 @@ def read_contents(folder="."):
     }
 
 
-# ---------------------------------------------------------------------- list_runs runs
+# ---------------------------------------------------------------------- runs in the list
 
 
 def test_finished_run_lists_checkpoints_and_best(list_runs):
