@@ -104,7 +104,7 @@ def test_expanded_tensors_of_a_model_are_written():
     assert torch.equal(load_file("out.safetensors")["mask"], torch.ones(64, 64))
 
 
-def make_smaller_limits(least_s=1):
+def convert_with_limits(least_s=1):
     words = [sys.executable, "-c", SMALLER, str(least_s)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, set(os.listdir())) == (0, {"in.pt"}), done.stderr
@@ -114,7 +114,7 @@ def make_smaller_limits(least_s=1):
 def test_time_of_the_processor_is_bounded():
     shared = dict.fromkeys(map(str, range(20_000)), torch.ones(1))
     torch.save(dict.fromkeys(map(str, range(20_000)), shared), "in.pt")
-    assert "in.pt takes more than 1 s of CPU time" in make_smaller_limits()
+    assert "in.pt takes more than 1 s of CPU time" in convert_with_limits()
 
 
 def test_memory_is_bounded():
@@ -125,7 +125,7 @@ def test_memory_is_bounded():
             small.writestr(name, large.read(name))
     Path("large.pt").unlink()
     assert Path("in.pt").stat().st_size < 1_000_000
-    assert "memory" in make_smaller_limits(least_s=60).lower()
+    assert "memory" in convert_with_limits(least_s=60).lower()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
