@@ -25,7 +25,7 @@ from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 
 Groups = list[list[str]]
 STATE_SHARING_CLASSES = (Lookahead, MultiOptimizer, WholeMatrices)
-"""Classes whose groups and state are the same objects as those of their inner optimizers."""
+"""Classes that share the group and state objects with their inner optimizers."""
 _STATELESS_OWNERS = ("torch.optim", "lumen.optim")  # packages whose optimizers keep no changing state in attributes
 _TAG = "id of"
 _ADDRESS = 2**32  # counters and indices are smaller, ids and addresses of tensors larger

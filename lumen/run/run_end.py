@@ -104,7 +104,7 @@ class StopVote:
         self.save_ended = ended_saves > 0 and not self._is_stale
         took_s = max(self.now_s - before_s, 1e-6) / max(self._poll_every_n - self._steps_to_poll, 1)
         self._poll_every_n = self._steps_to_poll = max(1, min(2 * self._poll_every_n, int(_INTERVAL_S / took_s)))
-        return [wish > 0 for wish in flags]
+        return [count > 0 for count in flags]
 
     def acknowledge_save(self) -> None:
         """Reset `save_ended` after all have seen it. A poll in flight may repeat it once. Every rank must call this."""

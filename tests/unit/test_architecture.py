@@ -144,7 +144,11 @@ def list_imports_between_units(*, lazily):
 
 
 def test_modules_import_only_from_lower_layers():
-    upward = {(importer, found) for importer, found in list_imports_between_units(lazily=False) if layer(found) >= layer(importer)}
+    upward = {
+        (importer, found)
+        for importer, found in list_imports_between_units(lazily=False)
+        if layer(found) >= layer(importer)
+    }
     assert upward == set()
     for name in LAYERS:
         for each in name:

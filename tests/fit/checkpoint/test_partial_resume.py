@@ -378,7 +378,9 @@ def test_changed_learning_rate_warns_with_both_values(tmp_path, caplog):
 
 def test_changed_rate_without_schedule_warns_too(tmp_path, caplog):
     train(tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.1)))
-    (said,) = collect_warnings(caplog, tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.3)), max_steps=12)
+    (said,) = collect_warnings(
+        caplog, tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.3)), max_steps=12
+    )
     assert "groups[0].lr was 0.1, is 0.3" in said
 
 

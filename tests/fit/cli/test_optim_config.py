@@ -178,7 +178,9 @@ def test_a_config_names_the_classes_whose_weights_decay(capsys):
     norm = task.blocks[1][0]
     biases = {id(each) for name, each in task.named_parameters() if name.endswith("bias")}
     assert spared == biases | {id(norm.weight)}
-    message = catch_error(capsys, *words, "--parameter_groups.decay=[Linear]", "--parameter_groups.no_decay=[Embedding]")
+    message = catch_error(
+        capsys, *words, "--parameter_groups.decay=[Linear]", "--parameter_groups.no_decay=[Embedding]"
+    )
     assert (
         "blocks.1.0.weight of LayerNorm is in neither. Add the class of its module to one of the two lists." in message
     )

@@ -343,7 +343,10 @@ def test_indices_may_be_anything_a_data_set_takes(tmp_path):
     [
         (lambda: DataLoader(make_numbers(), batch_sampler=[[1], []]), r"a batch sampler gave \[\]"),
         (lambda: DataLoader(make_numbers(), batch_sampler=[1, 2]), "a batch sampler gave 1"),
-        (lambda: DataLoader(make_numbers(), 4, sampler=iter([1, 2, 3])), "a list_iterator, which can be read only once"),
+        (
+            lambda: DataLoader(make_numbers(), 4, sampler=iter([1, 2, 3])),
+            "a list_iterator, which can be read only once",
+        ),
         (lambda: DataLoader(Endless(), 4), "Endless has no length, and the loader has no sampler"),
         (lambda: "abc", "a loader is an iterable of batches, found str"),
         (lambda: torch.arange(4), "a loader is an iterable of batches, found Tensor"),

@@ -252,6 +252,8 @@ def test_without_the_flag_the_error_says_what_helps(tmp_path):
 
 def test_oversized_sample_ends_the_evaluation(tmp_path, caplog):
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, log_level="WARNING").validate(Cramped(0), make_data(16))
+        bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, log_level="WARNING").validate(
+            Cramped(0), make_data(16)
+        )
     assert caught.value.__notes__[0] == "A single sample does not fit into memory, so halve_on_oom cannot help."
     assert caplog.text.count("Lumen evaluates this and later batches in halves") == 1

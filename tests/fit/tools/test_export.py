@@ -244,7 +244,9 @@ def test_missing_or_ambiguous_average_is_named(catch_error):
     words = ["runs/run", "--output", "x.safetensors", "--average"]
     said = catch_error(*words, "Lookahead", code=2)
     assert "has no average of that name. Available: callbacks.Trailing.slow, callbacks.Trailing.fast." in said
-    assert "has several averages of that name. Available: callbacks.Trailing.sl" in catch_error(*words, "Trailing", code=2)
+    assert "has several averages of that name. Available: callbacks.Trailing.sl" in catch_error(
+        *words, "Trailing", code=2
+    )
     assert export_tensors("--average", "callbacks.Trailing.slow")
     export("runs/run", "--output", "plain.safetensors")
     said = catch_error("plain.safetensors", "--output", "x.safetensors", "--average", "Lookahead", code=2)
