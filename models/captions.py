@@ -26,7 +26,7 @@ class Captioner(lumen.TaskModule):
         width: Size of the vector of an object or a word.
         heads: Number of attention heads.
         layers: Number of layers of the decoder.
-        dropout: Dropout probability.
+        dropout: Probability of dropout, at least 0 and less than 1.
         learning_rate: Highest learning rate of AdamW, after the warm-up.
         warmup_steps: Number of steps of the warm-up.
     """

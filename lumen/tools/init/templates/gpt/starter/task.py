@@ -15,7 +15,7 @@ class GPT(lumen.TaskModule):
         width: Size of the vector of a token, a multiple of `heads`.
         heads: Number of attention heads in a layer.
         layers: Number of layers.
-        dropout: Dropout probability.
+        dropout: Probability of dropout, at least 0 and less than 1.
         lr: Highest learning rate of AdamW, which is reached after a tenth of the run.
         new_tokens: Number of tokens that `lumen predict` appends to the prompt.
     """

@@ -13,7 +13,7 @@ class Classifier(lumen.TaskModule):
         channels: Number of channels of an image. The data module provides this argument.
         classes: Number of classes. The data module provides this argument.
         width: Number of channels after the first convolution. The second convolution has twice as many.
-        dropout: Dropout probability.
+        dropout: Probability of dropout, at least 0 and less than 1.
         lr: Learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
     """

@@ -13,7 +13,7 @@ class Classifier(lumen.TaskModule):
         features: Number of features in a row. The data module provides this argument.
         classes: Number of classes. The data module provides this argument.
         width: Size of the hidden layer.
-        dropout: Dropout probability.
+        dropout: Probability of dropout, at least 0 and less than 1.
         lr: Learning rate of AdamW.
     """
 
