@@ -300,7 +300,7 @@ def test_a_timer_tells_the_time_of_each_stage(tmp_path, clock):
     trainer.test(Slow([1]), DataLoader(TensorDataset(torch.arange(8.0)), 2))
     assert timer.time_elapsed("test") == pytest.approx(0.04)
     assert timer.time_elapsed("train") == pytest.approx(0.2)
-    with pytest.raises(ConfigError, match="out of train, validate, test, predict, found 'fit'"):
+    with pytest.raises(ConfigError, match="one of train, validate, test, predict, found 'fit'"):
         timer.time_elapsed("fit")
 
 

@@ -71,7 +71,7 @@ def test_rolls_back_at_each_spike_up_to_limit(tmp_path):
     assert trainer.progress.left_out == [[3, 8], [12, 17]]
     assert torch.equal(weights(task), weights(without))
     with pytest.raises(
-        TrainingError, match=r"rolled back 1 times, and there is a further spike after step 10 .*before"
+        TrainingError, match=r"rolled back 1 times, and there is a further spike after step 10: .*before"
     ):
         fit(tmp_path / "once", make_loader(6, 15), make_detection(max_rollbacks=1), save_often())
 

@@ -58,7 +58,7 @@ def test_spike_skips_schedule_step_and_is_logged(tmp_path):
     said = [line for line in (trainer.run_directory / "run.log").read_text().splitlines() if "spike: loss " in line]
     assert len(said) == 1
     assert "the mean of the last 3 is" in said[0]
-    assert said[0].endswith("the update after step 5 is skipped")
+    assert said[0].endswith("skipping the update after step 5")
 
 
 def test_stop_action_stops_before_the_spiking_update(tmp_path):

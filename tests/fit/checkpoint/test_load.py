@@ -321,7 +321,7 @@ def test_hyperparameters_by_name_dictionary_and_dataclass():
     assert Named(1, 2).hparams == {"b": 2}
     assert Given({"x": 1}).hparams.x == 1
     assert Given(Settings()).hparams == {"depth": 2, "name": "x"}
-    with pytest.raises(AttributeError, match="no hyperparameter is named 'y'; there are: x"):
+    with pytest.raises(AttributeError, match="no hyperparameter is named 'y'; the hyperparameters are: x"):
         _ = Given({"x": 1}).hparams.y
 
 

@@ -726,7 +726,7 @@ def test_predicted_tensors_are_printed_one_sample_per_line(capsys, model, line):
     assert outputs == [f"{value:.4g}" for value in kept]
     again = capsys.readouterr()
     assert again.out == shown.out
-    assert "these are all predictions. All are in kept.safetensors" in again.err
+    assert "printed all predictions. All predictions are in kept.safetensors" in again.err
 
 
 def test_many_or_large_predictions_are_abbreviated(capsys):

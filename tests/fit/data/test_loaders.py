@@ -600,7 +600,7 @@ def test_data_shrinking_in_mid_epoch_raises(tmp_path, options):
 
 
 def test_missing_rows_of_tensor_dataset_raise(tmp_path):
-    with pytest.raises(DataError, match=r"sample 5 is to come in this epoch, but TensorDataset has 4"):
+    with pytest.raises(DataError, match=r"this epoch needs sample 5, but TensorDataset has only 4"):
         read_batches(tmp_path, DataLoader(make_numbers(4), 2, sampler=[0, 1, 2, 5]))
 
 

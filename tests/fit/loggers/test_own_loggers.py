@@ -150,7 +150,7 @@ HOME = "Set the run directory by Trainer("
         (lambda: lumen.Trainer(logger=lumen.CSVLogger), "found the class CSVLogger. Create an object: CSVLogger(...)."),
         (lambda: lumen.CSVLogger("logs"), f"too many positional arguments. {HOME}default_root_dir=..., name=...)"),
         (lambda: lumen.CSVLogger(save_dir="logs"), f"CSVLogger has no argument save_dir. {HOME}default_root_dir=...)"),
-        (lambda: lumen.CSVLogger(flush_logs_every_n_steps=5), "Leave it out: every row is written at once."),
+        (lambda: lumen.CSVLogger(flush_logs_every_n_steps=5), "Leave it out: Lumen writes every row at once."),
         (lambda: lumen.TensorBoardLogger("logs", name="x"), f"TensorBoardLogger has no argument name. {HOME}name=...)"),
         (
             lambda: lumen.TensorBoardLogger(log_graph=True),

@@ -215,7 +215,7 @@ def test_log_dict_takes_a_dictionary_alone(tmp_path, values):
     [
         ("text", "type str here.*For text call logger.log_text"),
         ({"a": 1.0}, "type dict here.*For several values call self.log_dict"),
-        (MetricCollection([MeanSquaredError()]), "type MetricCollection here.*goes to self.log_dict"),
+        (MetricCollection([MeanSquaredError()]), "type MetricCollection here.*call self.log_dict"),
         (10**400, "the number is too large for a float"),
         (torch.ones(2), r"a tensor of shape \(2,\)\. Log the mean"),
         ([1.0], "an object of type list"),

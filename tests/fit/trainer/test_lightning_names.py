@@ -213,7 +213,10 @@ def test_predict_takes_its_arguments_in_lightnings_order(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"weights_only": True}, "weights_only: .*always whole"), ({"storage_options": {}}, "storage_options: .*fsspec")],
+    [
+        ({"weights_only": True}, "weights_only: .*always has the full state"),
+        ({"storage_options": {}}, "storage_options: .*fsspec"),
+    ],
 )
 def test_unsupported_save_options_raise(tmp_path, options, message):
     with pytest.raises(ConfigError, match=f"save_checkpoint has no {message}"):
@@ -432,7 +435,7 @@ def test_a_task_is_loaded_as_lightnings_is(tmp_path):
             {"map_location": lambda storage, place: storage},
             "map_location: expected a device, such as .*found <function",
         ),
-        ({"hparams_file": "hparams.yaml"}, "hparams_file='hparams.yaml' is not read"),
+        ({"hparams_file": "hparams.yaml"}, "hparams_file='hparams.yaml' is not supported"),
     ):
         with pytest.raises(ConfigError, match=message):
             Regression.load_from_checkpoint(path, **options)
