@@ -116,7 +116,9 @@ def test_subclass_mode_accepts_derived_classes():
     assert type(made.model) is Slope
     assert read_saved_config()["model"]["class_path"] == "tests.helpers.cli_tasks.Slope"
     assert read_saved_config()["model"]["init_args"]["steepness"] == 3.0
-    assert "is no Line" in catch_error("--model", "lumen.TaskModule", "--data", "Points", subclass_mode_model=True)
+    assert "is not a subclass of Line" in catch_error(
+        "--model", "lumen.TaskModule", "--data", "Points", subclass_mode_model=True
+    )
 
 
 def test_without_classes_any_may_be_named():
