@@ -1,4 +1,4 @@
-"""What `make docs` adds to the pages of docs/: other files as pages, the reference, and links that work there too."""
+"""Hooks of `make docs`: add pages from other folders and the reference, and rewrite links for the site."""
 
 import json
 import os
@@ -29,13 +29,16 @@ ELSEWHERE = {
     "benchmarks/README.md": "benchmarks.md",
     "docs/tutorials/notebook.ipynb": "tutorials/notebook.md",
 }
-REFERENCE = {  # a page, and the modules whose public names stand on it; the page of tools has all others
+#: Title of each page of the reference, and the modules whose public names it describes; "tools" has all others.
+REFERENCE = {
     "trainer": ("Trainer and task", ("lumen.trainer.", "lumen.task.")),
     "callbacks": ("Callbacks", ("lumen.callbacks", "lumen.integrations.ray", "lumen.tools.report")),
     "loggers": ("Loggers and profilers", ("lumen.loggers", "lumen.integrations", "lumen.profilers")),
     "devices": ("Devices and precision", ("lumen.strategies", "lumen.precision")),
     "tools": ("Tools", ("lumen.",)),
 }
+#: Pages that name many things once; the search ranks them below the guides.
+LONG_LISTS = ("changelog.md", "reference/errors.md", "reference/config.md")
 PICTURES = (".png", ".svg")
 FIRST = ("Trainer", "TaskModule", "DataModule", "Callback", "Logger", "Strategy", "Precision", "CLI")
 LINK = re.compile(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)")
@@ -45,7 +48,7 @@ FENCED = re.compile(r"(^ *```.*?^ *```$)", re.S | re.M)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Take the pages of other folders in, and send links that leave docs/ to pages that show the source."""
+    """Add the pages of other folders and of the reference, and turn links out of docs/ into links to source pages."""
     origins = {f"docs/{file.src_uri}": file for file in files.documentation_pages()}
     for origin, uri in ELSEWHERE.items():
         origins[origin] = File.generated(config, uri, content=_text(ROOT / origin))
@@ -62,7 +65,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Rank pages for contributors, and long lists, below the guides in the search."""
-    if page.file.src_uri.startswith("contributing/") or page.file.src_uri in ("changelog.md", "reference/errors.md"):
+    if page.file.src_uri.startswith("contributing/") or page.file.src_uri in LONG_LISTS:
         page.meta.setdefault("search", {"boost": 0.2})
     return markdown
 
@@ -78,7 +81,7 @@ def on_page_content(html: str, *, page: Page, **_: Any) -> str:
 
 
 def _text(path: Path) -> str:
-    """A file as Markdown: of a notebook its cells."""
+    """Return a file as Markdown; a notebook becomes its cells."""
     if path.suffix != ".ipynb":
         return path.read_text()
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
@@ -86,7 +89,7 @@ def _text(path: Path) -> str:
 
 
 def _with_links(text: str, origin: str, places: dict[str, str], linked: set[str]) -> str:
-    """A page whose links to pages, files and folders of the repository are right in the site."""
+    """Return a page with links that work in the site."""
 
     def there(link: re.Match[str]) -> str:
         target, anchor = link.groups()
@@ -106,12 +109,12 @@ def _with_links(text: str, origin: str, places: dict[str, str], linked: set[str]
 
 
 def _place(path: str) -> str:
-    """Where the site has a file: a picture as it is, any other as a page."""
+    """Return the path of a file of the repository in the site: pictures stay files, other files become pages."""
     return f"source/{path}" if path.endswith(PICTURES) else f"source/{path}.md"
 
 
 def _source(path: str) -> str | bytes:
-    """The page that shows a file; search leaves it out."""
+    """Return a page that shows a file and that the search ignores; a picture is returned as bytes."""
     if path.endswith(PICTURES):
         return (ROOT / path).read_bytes()
     language = {".py": "python", ".yaml": "yaml"}.get(Path(path).suffix, "")
@@ -120,7 +123,7 @@ def _source(path: str) -> str | bytes:
 
 
 def _reference() -> Iterator[tuple[str, str]]:
-    """The generated pages: what `lumen` exports, `lumen.optim`, and what each command says of itself."""
+    """Yield path and text of each generated page: exports, errors, config keys, Lightning's names, commands."""
     left = sorted(lumen.__all__, key=lambda name: (name not in FIRST, FIRST.index(name) if name in FIRST else 0, name))
     for page, (title, homes) in REFERENCE.items():
         names = [name for name in left if lumen._HOME[name].startswith(homes)]
@@ -128,6 +131,8 @@ def _reference() -> Iterator[tuple[str, str]]:
         yield f"reference/{page}.md", _described(page, title, [f"lumen.{name}" for name in names])
     yield "reference/optim.md", _described("optim", "lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
     yield "reference/errors.md", error_index.page((ROOT / "docs/site/errors.md").read_text())
+    keys = _run_help("fit", "all")
+    yield "reference/config.md", f"{(ROOT / 'docs/site/config.md').read_text()}\n```text\n{keys}\n```"
     yield "migration/lightning-names.md", lightning_index.page()
     helps = [_help(command) for command in ("", *commands.list_commands())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
@@ -142,9 +147,12 @@ def _described(page: str, title: str, names: list[str]) -> str:
 
 
 def _help(command: str) -> str:
-    """What a command prints of itself, at 90 columns."""
-    words = [sys.executable, "-m", "lumen", *command.split(), "--help"]
-    said = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "COLUMNS": "90"}, check=True, capture_output=True, text=True
-    ).stdout
-    return f"## `lumen{' ' * bool(command)}{command}`\n\n```text\n{said.rstrip()}\n```"
+    """Return the section of a command: its help."""
+    return f"## `lumen{' ' * bool(command)}{command}`\n\n```text\n{_run_help(command)}\n```"
+
+
+def _run_help(command: str, *section: str) -> str:
+    """Return the help that a command prints, at 90 columns."""
+    words = [sys.executable, "-m", "lumen", *command.split(), "--help", *section]
+    environment = {**os.environ, "COLUMNS": "90"}
+    return subprocess.run(words, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout.rstrip()
