@@ -32,4 +32,6 @@ class RenamedMembers:
         def __getattr__(self, name: str) -> Any:
             if new := self._renamed.get(name):
                 raise AttributeError(f"{type(self).__name__} has no attribute {name}: it is now called {new}.")
+            if hasattr(super(), "__getattr__"):  # a class may also have advice for names of Lightning
+                return super().__getattr__(name)
             return object.__getattribute__(self, name)  # raises the usual error, or again that of a property
