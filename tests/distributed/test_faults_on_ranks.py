@@ -84,8 +84,8 @@ def remove_files(pattern):
 FAULTS = {
     "small files": (limit_file_size, "File too large. The file exceeds a size limit: raise the limit"),
     "no permission": (remove_permission, "Permission denied. Give this user the right"),
-    "save remove_files": (lambda: remove_files("checkpoints/*.tmp-*"), "do not change the run's directory"),
-    "run remove_files": (lambda: remove_files(""), "do not change the run's directory"),
+    "save removed": (lambda: remove_files("checkpoints/*.tmp-*"), "do not change the run's directory"),
+    "run removed": (lambda: remove_files(""), "do not change the run's directory"),
 }
 
 

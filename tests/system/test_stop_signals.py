@@ -278,7 +278,7 @@ def stop_hung_job(stage, *numbers):
 def test_second_signals_end_hung_jobs_in_each_stage(stage):
     code, output = stop_hung_job(stage, signal.SIGTERM, signal.SIGINT)
     assert code == 143, output
-    assert f"{'stopped at step 0' if stage == 'fit' else f'{stage} stop_and_resume'} by SIGINT, at once" in output
+    assert f"{'stopped at step 0' if stage == 'fit' else f'{stage} stopped'} by SIGINT, at once" in output
 
 
 @pytest.mark.torture

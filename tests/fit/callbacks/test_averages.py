@@ -173,7 +173,7 @@ def test_a_damaged_one_is_passed_over_or_named(capsys):
     content[-1] ^= 1
     file.write_bytes(content)
     assert main(["export", RUN, "--average", "last:3", "--output", "mean.safetensors"]) == 0
-    assert "step-00000006 is damaged and is not part of the average_states" in capsys.readouterr().err
+    assert "step-00000006 is damaged and is not part of the mean" in capsys.readouterr().err
     assert assert_same(load_file("mean.safetensors"), average_states([states[2], states[4], states[8]]))
     with pytest.raises(CheckpointDamaged, match="step-00000006"):
         Turning.load_from_checkpoint(RUN, average=[f"{RUN}/checkpoints/step-{step:08d}" for step in (4, 6)])

@@ -118,7 +118,7 @@ def test_unlogged_monitor_after_resume_raises(tmp_path, kind):
     options = {"check_val_every_n_epoch": 2}
     fit_seldom(tmp_path, [kind(monitor="score")], max_epochs=2, **options)
     fit_seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=3, resume="auto", **options)  # never validated
-    with pytest.raises(ConfigError, match="'score' was never logged since the run went on; logged so far: other"):
+    with pytest.raises(ConfigError, match="'score' was never logged since the run resumed; logged so far: other"):
         fit_seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=8, resume="auto", **options)
 
 

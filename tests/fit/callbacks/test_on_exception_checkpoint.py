@@ -22,7 +22,7 @@ class Failure(Exception):
 class Normed(Regression):
     """Task with BatchNorm, dropout and a metric over the epoch, which all change within a step."""
 
-    fit_and_fail = True
+    fails = True
 
     def __init__(self, dropout=0.2, **options):
         super().__init__(dropout=dropout, **options)

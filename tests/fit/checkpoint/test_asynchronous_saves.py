@@ -290,7 +290,7 @@ def test_thread_error_ends_run_at_next_boundary(tmp_path, harm, message):
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends there"])
 def test_directory_removed_during_save_raises(tmp_path, monkeypatch, ends):
     callbacks = [CallAtSteps(step5=remover(tmp_path, SlowDisk(monkeypatch))), make_saver()]
-    with pytest.raises(CheckpointError, match=r"step-00000004.*removed while it was in use"):
+    with pytest.raises(CheckpointError, match=r"step-00000004.*removed while in use"):
         fit(tmp_path, callbacks, max_steps=5 if ends else 9)
 
 

@@ -355,8 +355,8 @@ def test_mismatched_names_are_listed_with_a_fitting_rename(tmp_path):
         ({}, {"rename": {"weight": "bias"}}, r"rename makes 'net\.0\.bias' of '.*' and of '.*'"),
         ({"net.0.bias": torch.ones(17)}, {"strict": False}, r"net\.0\.bias: \(17,\) .* saved, \(16,\)"),
         ({"net.0.bias": torch.ones(16, dtype=torch.int32)}, {"strict": False}, r"net\.0\.bias: .*int32 saved"),
-        ({}, {"rename": {"^": "x."}, "strict": False}, "no name is in both"),
-        ({}, {"ignore": [".*"]}, "no name is in both"),
+        ({}, {"rename": {"^": "x."}, "strict": False}, "the checkpoint have no name in common"),
+        ({}, {"ignore": [".*"]}, "the checkpoint have no name in common"),
     ],
 )
 def test_mismatch_raises_before_any_change(tmp_path, change, options, message):

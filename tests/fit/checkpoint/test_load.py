@@ -145,7 +145,7 @@ def test_strict_mismatch_raises_and_non_strict_warns(tmp_path, caplog, saved, ow
 @pytest.mark.parametrize("strict", [True, False])
 def test_checkpoint_without_common_names_always_raises(tmp_path, strict):
     path = train_task(tmp_path, Regression())
-    with pytest.raises(CheckpointMismatch, match="no name is in both"):
+    with pytest.raises(CheckpointMismatch, match="the checkpoint have no name in common"):
         Unlike.load_from_checkpoint(path, strict=strict)
 
 

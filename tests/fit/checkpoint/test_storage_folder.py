@@ -66,7 +66,7 @@ def test_newest_valid_checkpoint_is_used_and_damage_reported(tmp_path):
     assert "step-11 is damaged" in reports[0]
     assert FILES[3] in reports[0]
     assert "Trying step-10 instead" in reports[0]
-    assert "no manifest.json" in reports[1]
+    assert "manifest.json is missing" in reports[1]
     remove_checkpoint(tmp_path / "step-9")
     assert open_newest_valid(tmp_path, reports.append) is None
     assert "There is no older one" in reports[-1]
@@ -343,6 +343,6 @@ def test_what_was_never_a_checkpoint_keeps_its_name(tmp_path, make):
 def test_what_is_no_checkpoint_is_not_removed(tmp_path):
     (tmp_path / "precious").mkdir()
     for path in (tmp_path / "precious", tmp_path / "none"):
-        with pytest.raises(CheckpointError, match="is no checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint"):
             remove_checkpoint(path)
     assert (tmp_path / "precious").exists()

@@ -181,7 +181,7 @@ def test_what_it_cannot_be_is_refused(tmp_path):
         lumen.Teacher(made)
     task = Byol()
     task.student = make_student()
-    with pytest.raises(ConfigError, match="the make_student, a Sequential, is not a module of Byol"):
+    with pytest.raises(ConfigError, match="the student, a Sequential, is not a module of Byol"):
         fit(tmp_path, task)
     with pytest.raises(ConfigError, match="Set max_steps, or steps of the teacher"):
         fit(tmp_path, Byol(final_decay=1.0), max_steps=-1, max_time="00:00:01:00")
