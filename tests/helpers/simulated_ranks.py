@@ -69,7 +69,7 @@ class Hang(Exception):
 class Seen(NamedTuple):
     """Micro-batch of a rank."""
 
-    make_plain_batch: object
+    content: object
     index: int
     number: int
     samples: int

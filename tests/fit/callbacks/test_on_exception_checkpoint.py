@@ -95,7 +95,7 @@ class FailsInUpdate(Normed):
 class Broken(Dataset):
     """Data set that fails at a sample of the fourth batch of an epoch, after a test has armed it."""
 
-    fit_and_fail = False
+    fails = False
 
     def __init__(self):
         self.data = regression_data(40)

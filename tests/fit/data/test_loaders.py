@@ -466,13 +466,13 @@ def test_changed_random_split_at_epoch_end_warns(tmp_path, caplog):
         trainer = bare_trainer(tmp_path, max_epochs=2, log_level="WARNING", num_sanity_val_steps=0, **options)
         caplog.clear()
         trainer.fit(Tracked(), training, val_dataloaders=validation)
-        return [line for line in caplog.messages if "is not what" in line]
+        return [line for line in caplog.messages if "differ from" in line]
 
     path = tmp_path / "step"
     assert fit(0, callbacks=[Saving(10, path)]) == fit(0, resume=path) == []
     of_training, of_validation = fit(1, resume=path)
-    assert re.match(r"the training data is not what .* Subset\(80, indices ", of_training)
-    assert re.match(r"the validation data is not what .* Subset\(20, indices ", of_validation)
+    assert re.match(r"the training data differ from .* Subset\(80, indices ", of_training)
+    assert re.match(r"the validation data differ from .* Subset\(20, indices ", of_validation)
 
 
 class Splitting(lumen.DataModule):
@@ -492,7 +492,7 @@ def test_random_split_in_setup_is_stable_across_resumes(tmp_path, caplog):
     bare_trainer(tmp_path, max_epochs=2, seed=None, callbacks=[Saving(11, path)]).fit(whole, Splitting())
     bare_trainer(tmp_path, max_epochs=2, seed=None, resume=path, log_level="WARNING").fit(again, Splitting())
     assert as_lists(again.epochs[1]) == as_lists(whole.epochs[1])[3:]
-    assert "is not what" not in caplog.text
+    assert "data differ from" not in caplog.text
 
 
 # ---------------------------------------------------------------------- data that grows and shrinks
@@ -945,7 +945,7 @@ ADVICE = {
     ),
     "a stream with a state and workers": (
         lambda: DataLoader(read_documented_stream(), 4, num_workers=2),
-        "DataLoader has no state_dict.* To avoid it, read Numbers with torchdata's StatefulDataLoader.$",
+        "DataLoader has no state_dict.* To avoid this, read Numbers with torchdata's StatefulDataLoader.$",
         lambda: torchdatas(read_documented_stream(), 2),
     ),
     "any iterable": (
