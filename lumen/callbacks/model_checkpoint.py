@@ -163,7 +163,7 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
-        """Values of the monitor at the `save_top_k` best checkpoints, by directory, best first."""
+        """Dictionary from directory to monitor value of the `save_top_k` best checkpoints, best first."""
         return {
             self._get_path(name): as_score(score)
             for name, score in self._select_top_k(self._rank_committed_scores()).items()

@@ -81,8 +81,8 @@ def _is_dtensor_entry(key: str, shape: torch.Size, plain: set[str]) -> bool:
     """Guess if an optimizer creates a state entry of a sharded parameter as a DTensor.
 
     Torch's optimizers do not record this. In a checkpoint of a run that sharded nothing, `zeros_like(parameter)`, row
-    sums and plain counters look alike. An entry therefore counts as created like the parameter, with two exceptions:
-    scalars, and entries with one shape for parameters of several shapes. Without this guess such checkpoints could not
+    sums and plain counters look alike. The function therefore takes every entry to be a DTensor, except scalars, and
+    entries whose shape is equal for parameters of different shapes. Without this guess such checkpoints could not
     be resumed under FSDP.
     """
     return bool(shape) and key not in plain

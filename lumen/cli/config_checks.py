@@ -73,7 +73,7 @@ class NamedClass(NamedTuple):
         return is_read and classes.accepts(self._make_parser(name), as_jsonargparse_tree({name: value}, self.path))
 
     def list_unchecked(self) -> list[str]:
-        """Return the names of parameters for which jsonargparse accepts null, or any value, whatever their type is."""
+        """Return the names of parameters whose type jsonargparse does not enforce for the given values."""
         items = self.arguments.items()
         return [name for name, value in items if value is None or is_dataclass(self.parameters[name].annotation)]
 

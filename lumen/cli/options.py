@@ -203,7 +203,8 @@ class OptionParser(ArgumentParser):
     def drop_defaults(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings as plain data, without values that equal the defaults of options and classes.
 
-        If the script sets part of an object, the object stays unchanged: the defaults of its class do not apply.
+        If the script sets part of an object, the record keeps all values of this object, also the defaults of its
+        class.
         """
         defaults, left = self.get_defaults().as_dict(), deepcopy(dict(record))
         groups, chosen = {*self.classes, *self.fixed}, self.script.keys() & self.bases.keys()

@@ -88,7 +88,7 @@ class IterableAdapter(_IterableAdapterBase):
         yield from read(steps, position.batches, self._rank_slice, lambda state: self._iterator.get_last_state())
 
     def _check_first_on_ranks(self, items: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
-        """Yield the same batches, after a check that all processes begin with the same batch. Collective."""
+        """Check that all processes begin with the same batch, then yield all batches. Collective."""
         first = list(islice(items, 1))
         found = {"batches": self.length, "digest of the first": [digest_batch(item.batch) for item in first]}
         check_same_data_on_ranks(

@@ -264,8 +264,9 @@ _BATCHING_NAMES = ("batch_size", "num_workers", "drop_last")
 def _find_stateful(loader: Any) -> Any:
     """Return the loader or its data set, if it has `load_state_dict`; else None.
 
-    The state of torchdata's loader counts only if its stream has a state: otherwise it can be restored only once. The
-    state of Hugging Face's streams does not count with a shuffle buffer, because it lacks the samples in the buffer.
+    The state of torchdata's loader counts only if the loader's stream has a state. Otherwise torchdata can restore the
+    loader's state only once. The state of Hugging Face's streams does not count with a shuffle buffer, because it lacks
+    the samples in the buffer.
     """
     stream = loader.dataset if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) else None
     is_torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)

@@ -261,7 +261,7 @@ class Processes:
         return self._make_finish(dist.all_reduce(totals, group=self._control, async_op=True), totals)
 
     def start_all_gather(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Begin to gather numbers, in float64; the returned function waits for all ranks' numbers, in rank order.
+        """Begin to gather numbers in float64. The returned function waits and returns the numbers in rank order.
 
         Collective: every rank must call this with the same count of numbers.
         """

@@ -27,7 +27,7 @@ from lumen.task.steps import make_no_gradient_error, read_output
 
 
 def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
-    """Begin the weighting of a step. Returns its micro-batches, which iteration takes from the loader."""
+    """Begin the weighting of a step. Returns an iterable that reads the step's micro-batches from the loader."""
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples  # The window knows the number of samples of all processes.
     if run.step.weighting.is_set_by_task:

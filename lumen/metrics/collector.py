@@ -195,7 +195,7 @@ class StageMetrics:
         """Return the weighted mean of each name over the window in progress, as `x_step` if `x_epoch` exists too.
 
         Args:
-            keep: Function that returns True if a name with these options is wanted.
+            keep: Function of a name's log options that returns True if the result should have the name.
             gather: Function that returns every rank's plain data, in rank order, for a mean over all ranks.
                 Collective. None for a mean over this process.
 

@@ -115,9 +115,9 @@ def resolve_options(name: str, call: LogCall) -> LogOptions:
 
     Args:
         name: The name of the value, for errors.
-        call: A tuple of True for a number in a training step; `on_step`, `on_epoch`, `prog_bar`, `logger`, `reduce_fx`
-            (a `Reduction` or an equivalent) and `add_dataloader_idx`; the hook, as in `LogOptions`; and the suffix of
-            the loader in progress.
+        call: A tuple of a flag, which is True for a number in a training step; the options `on_step`, `on_epoch`,
+            `prog_bar`, `logger`, `reduce_fx` (a `Reduction` or an equivalent) and `add_dataloader_idx`; the hook, as in
+            `LogOptions`; and the suffix of the present loader.
 
     Raises:
         ConfigError: An option has a wrong type, or `reduce_fx` is unknown.

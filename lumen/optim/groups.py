@@ -27,14 +27,15 @@ def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension"
         weight_decay: Weight decay of the first group. That of the second group is 0.
         by: The rule for parameters that do not decay. "dimension": parameters of less than two dimensions, as in
             nanoGPT. "module type": parameters with "bias" in their name, bare parameters, and the parameters of norms
-            and embeddings (a tied parameter if any of its modules is one). A bare parameter has no "weight" in its name
-            and its module holds layers too, such as `pos_emb` and `cls_token` in a transformer. A norm or an embedding
-            is a class whose name, or a base's, ends like BatchNorm2d, RMSNorm, Embedding or PositionalEncoding. Names
-            of parameters, with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`. Or names of classes for both
-            groups, as in minGPT: `{"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]}`. Then the class of the
-            module that holds a parameter, or a base of the class, chooses the group; for a tied parameter the first
-            such module. Parameters with "bias" in their name do not decay, nor do bare parameters whose class is in
-            neither list.
+            and embeddings. A tied parameter does not decay if any module that holds it is a norm or an embedding. A
+            bare parameter, such as `pos_emb` of a transformer, has no "weight" in its name, and its module also holds
+            layers. A class is a norm or an embedding if its name, or the name of a base class, ends like BatchNorm2d,
+            RMSNorm, Embedding or PositionalEncoding. A list: names of parameters that do not decay, with the wildcards
+            of `fnmatch`, such as `["*.bias", "embed.*"]`. A dictionary: names of classes for both groups, as in minGPT,
+            such as `{"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]}`. The class, or a base class, of the
+            module that holds a parameter then chooses the group. For a tied parameter, the first module with a named
+            class decides. Parameters with "bias" in their name do not decay. Bare parameters do not decay if the class
+            of their module is in neither list.
 
     Returns:
         The group that decays and the group that does not, by name "decay" and "no decay". A group may be empty.

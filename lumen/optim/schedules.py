@@ -25,7 +25,8 @@ class Schedule(LRScheduler):
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.
-        factor: Function of the step, 0 at the first update (or of the tokens so far), that returns the factor.
+        factor: Function that returns the factor. Its argument is the number of the step, 0 at the first update, or the
+            number of tokens so far.
         total_steps: The step at which the schedule ends; None if the schedule never ends.
     """
 

@@ -139,7 +139,7 @@ def _are_sharded(gradients: list[torch.Tensor]) -> bool:
 
 
 def _replace_sparse(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the parameters, each with a sparse gradient replaced by a tensor whose gradient is the coalesced rows."""
+    """Return the parameters. A tensor whose gradient has the coalesced rows replaces each with a sparse gradient."""
     found: list[torch.Tensor] = []
     for parameter in parameters:
         if parameter.grad is None or not parameter.grad.is_sparse:

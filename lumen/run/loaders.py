@@ -72,7 +72,7 @@ class Loaders:
         return EpochLengths(lengths) if lengths else None
 
     def set_max_samples(self, stage: str, max_samples: int) -> None:
-        """Evaluate batches of a stage in parts of at most `max_samples_per_part` samples from here on."""
+        """Evaluate later batches of a stage in parts of at most `max_samples` samples."""
         self.max_samples_per_part[stage] = max_samples
 
     def count_evaluation_batches(self, stage: str) -> int | None:

@@ -42,7 +42,8 @@ class ShardedTask:
     Args:
         task: The task to shard.
         units: The modules whose parameters are gathered together, inner modules first.
-        mesh: The device mesh: parameters are sharded over its last dimension, and replicated over a first one.
+        mesh: The device mesh. Parameters are sharded over its last dimension. In a mesh of two dimensions, parameters
+            are replicated over the first.
         device: The device of this process.
         reshard: The value of `reshard_after_forward` of `fully_shard`.
         policy: The value of `mp_policy` of `fully_shard`; inputs of the task's modules are cast, inputs of its steps

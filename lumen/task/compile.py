@@ -33,9 +33,9 @@ _VERSIONS = 32  # per piece of code: for each shape, with and without gradients,
 class Compilation(AbstractContextManager["Compilation"]):
     """Context in which modules of a task are compiled; at its end they are restored.
 
-    Shapes are static unless `dynamic` is set. By default torch compiles code for all shapes at the second shape, which
-    also changes the rounding of the first shape. A resumed run meets the shapes in a different order, and would not be
-    bitwise identical to the uninterrupted run.
+    Shapes are static unless `dynamic` is set. By default torch compiles code for any shape once it meets a second
+    shape, and this code rounds differently for the first shape too. A resumed run meets the shapes in a different
+    order, and would not be bitwise identical to the uninterrupted run.
 
     Args:
         setting: False: no module. True: the task's `forward` and its direct child modules. A class name or a list of

@@ -409,7 +409,7 @@ class DeferredInit:
 
     @torch.no_grad()
     def materialize(self, seed: int, device: torch.device) -> None:
-        """Initialize every parameter on the meta device, or this process's shards of it.
+        """Give values to every parameter that is on the meta device; a sharded parameter gets this process's shards.
 
         This method does not communicate. It restores the global generators.
 

@@ -129,7 +129,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
     def init_weights(self, module: nn.Module, name: str) -> None:
         """Initialize the parameters of a module in place, if the module was built in `configure_model`.
 
-        Lumen calls this without gradients, for every module that has such parameters or contains such modules. All
+        Lumen calls this without gradients, for every module of `configure_model` that has parameters or submodules. All
         generators are seeded by the run's seed and the module's name. The parameters are real, unsharded and on the
         CPU. A module may also write parameters of its submodules, which are initialized before it; these parameters are
         then in memory together.
@@ -184,13 +184,13 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             logger: Pass the value to the loggers.
             on_step: Write the value at every `log_every_n_steps`-th step and at the last step of a run, averaged over
                 the step's micro-batches. Default: True for numbers in training steps.
-            on_epoch: Write the mean over the epoch. Default: True everywhere else.
-            weight: Number of samples (tokens, boxes) that the value represents in means, >= 0; with 0 it is ignored. A
+            on_epoch: Write the mean over the epoch. Default: True, except for numbers in training steps.
+            weight: Number of samples (tokens, boxes) that the value represents in means, >= 0; 0 ignores the value. A
                 tensor is read immediately, which waits for its device. Default: the samples of this batch.
             reduce_fx: Reduction over an epoch and over the processes: "mean" (the default), "sum", "min" or "max", or
-                the equivalent function of torch or Python, such as `torch.sum`. In a hook around steps, such as
-                `on_validation_epoch_end`, a number represents no samples. With several processes its mean is correct
-                only if the number is equal on all, as results of torchmetrics' `compute`, `all_gather` or
+                the equivalent function of torch or Python, such as `torch.sum`. In a hook without a batch, such as
+                `on_validation_epoch_end`, the number of each process has the same weight. The mean is then correct only
+                if the number is equal on all processes, as results of torchmetrics' `compute`, `all_gather` or
                 `callback_metrics` are. For other numbers a warning asks once for `reduce_fx` ("sum" for counts; "mean"
                 confirms the mean), a `weight`, or a torchmetrics object.
             add_dataloader_idx: Append `/dataloader_idx_N` if a stage has several loaders; `/NAME` for loaders

@@ -67,12 +67,13 @@ class TrainerState:
 class RunView:
     """View of a trainer for callbacks and tasks. Only `should_stop` and a few methods change the run.
 
-    `RunView` has the members that callbacks use. Its only subclass, `Trainer`, adds the methods that open runs. The
+    `RunView` has the members that callbacks use. Its only subclass, `Trainer`, adds `fit`, `validate` and the like. The
     names are Lightning's, except for the names that docs/site/trainer.md lists as Lumen's own. Attributes named like
-    arguments of the trainer are read only. `fast_dev_run` and `overfit_batches` may have changed their values.
+    arguments of the trainer are read only. With `fast_dev_run` or `overfit_batches`, these attributes may differ from
+    the arguments.
 
     Attributes:
-        plan: Length of the run, and times of validations and logs.
+        plan: Length of the run, and the steps at which Lumen validates and logs.
         strategy: The strategy, which places tasks on devices and computes steps there.
         callbacks: The given and the default callbacks.
         loggers: The given loggers, or the logger of `metrics.csv` by default; empty without loggers.
@@ -210,8 +211,8 @@ class RunView:
     def should_stop(self) -> bool:
         """Request to end training. Set True, on one rank or on all, to end training after the step in progress.
 
-        This applies in all hooks and steps of the task and of callbacks. A run on several
-        processes stops one step later if a thread, or a callback with `may_stop_at_steps = False`, sets `should_stop`.
+        Every hook, and every step of the task, may set `should_stop`. A run on several processes stops one step later
+        if a thread, or a callback with `may_stop_at_steps = False`, sets `should_stop`.
         """
         return self._run is not None and self._run.progress.should_stop
 
@@ -244,8 +245,8 @@ class RunView:
         Every rank must call this within a training step. Elsewhere it raises a `TrainingError`.
 
         Args:
-            before: Number of earlier steps to leave out as well, >= 0. Each earlier step counts as having as many
-                micro-batches as this step.
+            before: Number of earlier steps to leave out as well, >= 0. Lumen assumes that each earlier step
+                had as many micro-batches as this step.
             after: Number of later steps to leave out as well, >= 0.
         """
         check_at_least(0, before=before, after=after)
@@ -260,7 +261,9 @@ class RunView:
         return self.run.progress
 
     def request_stop_vote(self) -> None:
-        """Request a vote of all processes, after `on_step_end` and before saving, on whether the run ends at this step.
+        """Request a vote of all processes on whether the run ends at this step.
+
+        The vote takes place after `on_step_end` and before Lumen saves.
 
         Every rank must call this, in `on_step_end`.
         """
@@ -672,7 +675,7 @@ class RunView:
 
     @property
     def is_last_batch(self) -> bool:
-        """True if this process's present or newest micro-batch is its last of the epoch.
+        """True if this process has reached its last micro-batch of the epoch.
 
         Raises:
             ConfigError: The loader has no length, so the last batch is unknown.

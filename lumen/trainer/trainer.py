@@ -106,12 +106,13 @@ class Trainer(RunView):
         name: Name of the run. Default: the config file's stem, else the task's class name.
         resume: None: start a new run directory `name`, `name-2`, ... "auto": resume from the newest valid checkpoint of
             `name`, or start `name`. "last": the same, but a checkpoint must exist. "best": start a new run
-            directory from the best checkpoint of `name`. A path: the same, from that checkpoint or run.
+            directory from the best checkpoint of `name`. A path: start a new run directory from that checkpoint or run.
         resume_parts: Parts of the checkpoint that a new run takes over from "best" or a path. Default: all parts.
             `model`: parameters, buffers and additions of `on_save_checkpoint`; if left out, the task keeps the
             parameters that it was built with. `optimizer`: optimizer state and loss scale of fp16; if left out, the
             optimizer has no state. `schedulers`: scheduler state and learning rates; if left out, new schedulers are
-            moved to the first step of the new run (a scheduler with a monitor restarts). `progress`: step, epoch, time,
+            advanced to the step at which the new run begins (a scheduler with a monitor has no history). `progress`:
+            step, epoch, time,
             states of callbacks, and seed; if left out, the run begins at step 0 of epoch 0. `data`, which needs
             `progress`: the position in the epoch, the values logged in the epoch, and the data module's state; if left
             out, the epoch restarts.
@@ -142,8 +143,9 @@ class Trainer(RunView):
         enable_checkpointing: Save checkpoints in `fit`.
         enable_model_summary: Print a table of the model at the start.
         log_level: Lowest level of `run.log` and the terminal, for Lumen and your own loggers: DEBUG, INFO, WARNING or
-            ERROR. Libraries are shown from WARNING, unless named: `{root: INFO, urllib3: DEBUG, mypackage.data:
-            ERROR}`. At every level, `run.log` contains the start and end of the run, and the traceback of a failure.
+            ERROR. Messages of libraries appear from WARNING on. A dictionary sets the level of each logger: `{root:
+            INFO, urllib3: DEBUG, mypackage.data: ERROR}`. At every level, `run.log` contains the start and end of the
+            run, and the traceback of a failure.
         log_format: Format of all lines in `run.log`, as for `logging.Formatter`: `[%(asctime)s][%(name)s] %(message)s`.
     """
 
@@ -357,8 +359,8 @@ class Trainer(RunView):
 
         Args:
             model: The task to evaluate. Default: the task of the previous run, with its data unless data is given. If
-                that run had a `ModelCheckpoint` with a monitor and `ckpt_path` is None, Lumen then loads the best
-                checkpoint of the run.
+                that run had a `ModelCheckpoint` with a monitor, and you give neither `model` nor `ckpt_path`, Lumen
+                loads the best checkpoint of the run.
             dataloaders: A loader, several, or a data module; None if the task provides its loaders.
             ckpt_path: Parameters to load first: "best" or "last" of the run, or any value of `init_from`. Default: the
                 task's current parameters, with a warning if they were never trained or loaded.

@@ -75,7 +75,7 @@ def test_seed_is_recorded_and_used_on_resume(tmp_path):
 
 def test_missing_seed_is_0_with_optional_warning(caplog):
     assert lumen.seed_everything() == 0
-    assert "it is 0" in caplog.text
+    assert "the seed is 0" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "lumen"):
         assert lumen.seed_everything(np.int64(4)) == 4

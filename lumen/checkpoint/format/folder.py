@@ -81,7 +81,7 @@ def open_newest_valid(
     other_folders: Sequence[PurePath] = (),
     excluded: Collection[PurePath] = (),
 ) -> Checkpoint | None:
-    """Open the newest checkpoint of a folder whose bytes are all correct, or return None.
+    """Open the newest undamaged checkpoint in a folder, or return None.
 
     Collective: every one of `processes` must call this. Together the processes read each byte once.
 

@@ -283,7 +283,7 @@ def _read_state(path: PurePath) -> dict[str, Any]:
 
 @contextmanager
 def _explain_removal(path: PurePath) -> Iterator[None]:
-    """Context of a read that reports a checkpoint which was removed meanwhile.
+    """Context for a read, which raises an error if the checkpoint is removed during the read.
 
     Raises:
         CheckpointGone: The checkpoint was removed.

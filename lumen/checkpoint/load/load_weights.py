@@ -334,7 +334,7 @@ def _build_object(kind: type[Owner], checkpoint: Checkpoint, entry: str, overrid
 
 
 def _drop_base_class_arguments(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters without those accepted only by a base class, which the class itself passes to the base."""
+    """Remove hyperparameters that only a base class accepts, because the class itself passes them to its base."""
     taken = inspect.signature(kind).parameters
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         return dict(saved)

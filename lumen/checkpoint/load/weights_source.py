@@ -421,7 +421,7 @@ def average_checkpoint(
         average: "last:5": the mean of this checkpoint and the four before it in its directory; "best:3": the mean of
             the three best there, by the monitor; paths: the mean of these checkpoints, runs (their newest valid one) or
             safetensors files. "EMA", "SWA" or another callback whose state holds tensors by the parameters' names; for
-            several averages in a state, the path of one in the checkpoint. "Lookahead": its slow weights. "parameters":
+            several averages in a state, the key path of one average. "Lookahead": its slow weights. "parameters":
             the trained parameters. None: the weights that the run's validations evaluated, which are an average if the
             run had one.
         processes: The processes that read together; default: only this process.

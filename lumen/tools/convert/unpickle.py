@@ -68,7 +68,8 @@ class Converted:
         key: Key of the dictionary of tensors in the pickle, or "" if the whole pickle is that dictionary.
         dtypes: Number of tensors by the name of their dtype.
         tensor_bytes: Bytes of all tensors together.
-        unwrapped: The first name that lost the prefix of a wrapper, before and after; empty if no name did.
+        unwrapped: The old and the new name of the first tensor that lost a wrapper's prefix; empty without such a
+            tensor.
         left_out: Names in the dictionary whose values are not tensors.
         hyperparameters: The hyperparameters in a Lightning checkpoint that are plain data.
         not_plain: Names of the hyperparameters that are not plain data, or are too large.

@@ -208,7 +208,7 @@ def _iterate_trained(found: Findings, steps: tuple[int, int]) -> Iterator[str]:
     else:
         yield from _iterate_difference(difference)
     for name, (recorded, now) in found.unlike_record.items():
-        yield f"  {name} does not reproduce its own record, from step {recorded.step} on: {recorded.name}"
+        yield f"  {name} does not reproduce its record from step {recorded.step} on: {recorded.name}"
         yield f"    then {recorded.text}"
         yield f"    now  {now.text}"
 

@@ -433,7 +433,7 @@ def test_steps_can_be_called_without_a_trainer():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: 2, but Gan optimizes by hand"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: 2, but Gan has automatic_optimization"),
         ({"gradient_clip_val": 0.5}, r"call self.clip_gradients\(optimizer, gradient_clip_val"),
         ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, "gradient_clip_val: 0.5"),
     ],

@@ -262,7 +262,7 @@ def test_batch_with_unknown_samples_raises(tmp_path):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [torch.cat([each, each]) for each in batch]
 
-    with pytest.raises(DataError, match=r"a batch of 16 samples does not fit .* a tensor of shape .* that loader"):
+    with pytest.raises(DataError, match=r"a batch of 16 samples does not fit .* a tensor of shape .* this loader"):
         train(tmp_path, Doubled(4), 16, halve_on_oom=True)
 
 

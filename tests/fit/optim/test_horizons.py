@@ -226,7 +226,7 @@ def test_extended_run_may_use_a_longer_schedule(tmp_path, caplog):
         train_to(tmp_path, cosine, 4)
         train_to(tmp_path, cosine, 12, resume="auto")
     (said,) = [record.getMessage() for record in caplog.records if "lr_scheduler" in record.getMessage()]
-    assert "the schedule ends after 4 moves in " in said
+    assert "the schedule ends after 4 steps in " in said
     assert "and after 12 here" in said
     caplog.clear()
     with caplog.at_level(logging.WARNING, "lumen"):

@@ -379,7 +379,7 @@ def test_a_plateau_moves_only_with_a_new_value(tmp_path, moves, validates, worse
 def test_restored_value_does_not_hide_missing_monitor(tmp_path, interval):
     moves = {"interval": interval, "frequency": 5 if interval == "step" else 1}
     improve(tmp_path, Improving(**moves), max_epochs=2)
-    with pytest.raises(ConfigError, match=r"the monitor 'val_loss' has no value .* there are: (loss, )?other\."):
+    with pytest.raises(ConfigError, match=r"the monitor 'val_loss' has no value .* logged names: (loss, )?other\."):
         improve(tmp_path, Improving(names=["other"], **moves), max_epochs=4, resume="auto")
     lenient = Improving(names=["other"], strict=False, **moves)
     assert improve(tmp_path, lenient, max_epochs=4, resume="auto")[-1] == 0.1
@@ -390,7 +390,7 @@ def test_missing_monitor_raises_and_lists_logged_names(tmp_path):
         optimizer = SGD(parameters, lr=0.1)
         return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer), "monitor": "valid_loss"}]
 
-    with pytest.raises(ConfigError, match=r"the monitor 'valid_loss' has no value of .* there are: .*val_loss"):
+    with pytest.raises(ConfigError, match=r"the monitor 'valid_loss' has no value of .* logged names: .*val_loss"):
         bare_trainer(tmp_path, max_epochs=2).fit(Scheduled(configure), loader(), val_dataloaders=loader(8, 8))
 
 
@@ -518,7 +518,7 @@ def test_parameter_missing_from_optimizer_is_named(tmp_path, caplog):
         bare_trainer(tmp_path, max_steps=2, log_level="WARNING").fit(task, loader())
         (said,) = [record.getMessage() for record in caplog.records]
         assert said.startswith(
-            "the optimizer does not hold 1 trainable parameters, which will not change: net.0.weight."
+            "the optimizer does not have 1 trainable parameters, which will not change: net.0.weight."
         )
         caplog.clear()
         task = Scheduled(lambda parameters: SGD(list(parameters)[1:], lr=0.1))

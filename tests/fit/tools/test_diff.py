@@ -131,7 +131,7 @@ def test_differing_records_of_equal_trainings_are_reported(run_command):
     code, out = run_command("diff", a, b)
     assert code == 1
     assert "both are bitwise identical" in out
-    assert "B does not reproduce its own record, from step 1 on" in out
+    assert "B does not reproduce its record from step 1 on" in out
     assert "A does not" not in out
 
 

@@ -137,7 +137,7 @@ class Two(Regression):
 @pytest.mark.parametrize(
     ("task", "options", "says"),
     [
-        (Manual, {}, "Manual optimizes by hand"),
+        (Manual, {}, "Manual uses manual optimization"),
         (Two, {}, "Two has both"),
         (Named, {}, "Named has no attribute or hyperparameter lr or learning_rate"),
         (Regression, {"attr_name": "rate"}, "Regression has no attribute or hyperparameter rate"),
