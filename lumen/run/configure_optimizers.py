@@ -230,7 +230,7 @@ def _check_scheduler(scheduler: Any) -> Any:
     """Return a scheduler; raise an error for anything else."""
     if isclass(scheduler):
         raise ConfigError(
-            f"lr_scheduler: expected a scheduler, found {describe_type(scheduler)}. Make one: "
+            f"lr_scheduler: expected a scheduler, found {describe_type(scheduler)}. Create one: "
             f"{scheduler.__name__}(optimizer, ...)."
         )
     if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):

@@ -224,7 +224,7 @@ def _iterate_difference(difference: Difference) -> Iterator[str]:
         yield f"    largest difference {difference.absolute:.3g}, relative {difference.relative or 0:.3g}"
         yield f"    first element {difference.element}: A {mine!r}, B {other!r}"
     if difference.repeats is False:
-        yield "    repeated, the value changed again: no seed and no setting determines the value"
+        yield "    repeated, the value changed again: no seed or setting determines it"
     yield f"  computed in step {difference.step}:"
     for count in difference.counts:
         first = f", first {count.first}" if count.first else ""

@@ -139,7 +139,7 @@ ERRORS = {
     ),
     "the class of a schedule": (
         make_configured_task(lambda self: ([sgd(self)], [StepLR])),
-        "lr_scheduler: expected a scheduler, found the class StepLR. Make one: StepLR(optimizer, ...).",
+        "lr_scheduler: expected a scheduler, found the class StepLR. Create one: StepLR(optimizer, ...).",
     ),
     "manual_backward in automatic optimization": (
         fit(task=make_task(training_step=by_itself)),
@@ -229,7 +229,7 @@ ERRORS = {
     ),
     "the same by its name": (
         fit(Regression(), datamodule=Data),
-        "datamodule: expected a lumen.DataModule, found the class Data. Make one: Data(...).",
+        "datamodule: expected a lumen.DataModule, found the class Data. Create an object: Data(...).",
     ),
     "a loader as a data module": (
         fit(Regression(), datamodule=loader()),
