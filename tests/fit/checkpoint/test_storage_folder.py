@@ -69,7 +69,7 @@ def test_newest_valid_checkpoint_is_used_and_damage_reported(tmp_path):
     assert "manifest.json is missing" in reports[1]
     remove_checkpoint(tmp_path / "step-9")
     assert open_newest_valid(tmp_path, reports.append) is None
-    assert "There is no older one" in reports[-1]
+    assert "There is no older checkpoint" in reports[-1]
     assert open_newest_valid(tmp_path / "none", reports.append) is None
 
 
