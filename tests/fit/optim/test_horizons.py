@@ -227,7 +227,7 @@ def test_extended_run_may_use_a_longer_schedule(tmp_path, caplog):
         train_to(tmp_path, cosine, 12, resume="auto")
     (said,) = [record.getMessage() for record in caplog.records if "lr_scheduler" in record.getMessage()]
     assert "the schedule ends after 4 steps in " in said
-    assert "and after 12 in this run" in said
+    assert "but after 12 in this run" in said
     caplog.clear()
     with caplog.at_level(logging.WARNING, "lumen"):
         train_to(tmp_path, cosine, 12, resume="auto", callbacks=lumen.ModelCheckpoint(every_n_train_steps=1))
