@@ -47,6 +47,7 @@ class LossWeighting:
     Attributes:
         is_set_by_task: True if the known weights come from the task's `batch_weight`, False if they are numbers of
             samples. A weight that `training_step` returns must equal that of `batch_weight`.
+        has_returned_weights: True if `training_step` returned weights in this step; None before the first loss.
         planned: The sum of weights that the losses of the step are divided by: the true sum, or a guess.
         losses: Detached contributions of this process's micro-batches to the step's loss; None if no callback reads it.
         needs_guess: True if `set_first_guess` must make the guess from the first weight.
@@ -93,7 +94,7 @@ class LossWeighting:
         self.needs_guess = (
             not guess and not self.is_set_by_task and (self._data_world_size == 1 or self._gradient_multiplier > 1)
         )
-        self._has_returned_weights: bool | None = None  # None until the first loss of the step
+        self.has_returned_weights: bool | None = None  # None until the first loss of the step
         self._sums: Callable[[], list[float]] | None = None  # waits for the sums over the processes
         self._flags: list[bool] = []
 
@@ -130,14 +131,14 @@ class LossWeighting:
                     f"{known}. Return equal weights from both methods, or remove one of them."
                 )
             returned = None  # The known weight is equal.
-        if self._has_returned_weights not in (None, returned is not None):
+        if self.has_returned_weights not in (None, returned is not None):
             raise _make_mixed_weights_error()
         weight = known if returned is None else returned
         if not 0.0 <= weight < math.inf:
             raise TrainingError(f"a micro-batch has the weight {weight}; a weight is a finite number >= 0.")
-        if self._has_returned_weights is None:
-            self._has_returned_weights = returned is not None
-            if self._has_returned_weights:
+        if self.has_returned_weights is None:
+            self.has_returned_weights = returned is not None
+            if self.has_returned_weights:
                 # The sum of returned weights is unknown until the last forward, except for a single micro-batch.
                 self.planned = weight if self._is_single_micro_batch else self._guess
         self.total += weight  # `planned` is 0 only if all known weights are 0: then the step makes no update.
@@ -146,7 +147,7 @@ class LossWeighting:
     def use_guess(self) -> None:
         """Divide by the guess, because a step's single micro-batch is computed in parts of unknown weights."""
         self._is_single_micro_batch = False
-        if self._has_returned_weights:
+        if self.has_returned_weights:
             self.planned = self._guess
 
     def keep_loss(self, part: torch.Tensor) -> None:
@@ -177,7 +178,7 @@ class LossWeighting:
         self._flags = list(flags)
         if self._start_sum is not None:
             # A flag travels as 0.0 or 1.0, so its sum is the number of processes that have set it.
-            numbers = self.total, self._has_returned_weights is True, self._has_returned_weights is False, *flags
+            numbers = self.total, self.has_returned_weights is True, self.has_returned_weights is False, *flags
             self._sums = self._start_sum(list(map(float, numbers)))
 
     def finish_sum(self) -> list[bool]:
@@ -196,8 +197,8 @@ class LossWeighting:
         if with_weight and without_weight:
             raise _make_mixed_weights_error()
         if with_weight or without_weight:
-            self._has_returned_weights = bool(with_weight)
-        if self._has_returned_weights:
+            self.has_returned_weights = bool(with_weight)
+        if self.has_returned_weights:
             # A process without a loss learns only here that the other processes have divided by the guess.
             self.planned = self._guess
         return [flag > 0 for flag in flags]
@@ -205,7 +206,7 @@ class LossWeighting:
     @property
     def counts_units(self) -> bool:
         """True if the weights come from the user (tokens, boxes), False for numbers of samples."""
-        return self.is_set_by_task or bool(self._has_returned_weights)
+        return self.is_set_by_task or bool(self.has_returned_weights)
 
     @property
     def correction(self) -> float:
@@ -234,7 +235,7 @@ class LossWeighting:
             return 0.0
         return (
             max(_round_up_to_power_of_two(self.total), self._guess / 2)
-            if self._has_returned_weights and self.total
+            if self.has_returned_weights and self.total
             else self._guess
         )
 

@@ -216,7 +216,7 @@ class StepContext:
             was_attempted: True if an update was attempted; fp16 may have skipped it.
         """
         progress, weighting, counters = self._progress, self.weighting, self.counters
-        counted = weighting.counts_units
+        counted = weighting.is_set_by_task or bool(weighting.has_returned_weights)  # `counts_units`, without a call
         progress.count_window(window, updated=updated)
         progress.micro_batches = self._first_micro_batch + len(window.sizes)
         self.updated, self.is_updating, self.skips_update = updated, False, False
