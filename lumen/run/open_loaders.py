@@ -101,7 +101,9 @@ def choose_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any 
     if datamodule is not None and loaders is not None:
         raise ConfigError("loaders and a datamodule were passed, but a datamodule has loaders. Pass one of the two.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
-        advice = f"Create an object: {datamodule.__name__}(...)." if isclass(datamodule) else "Pass loaders by position."
+        advice = "Pass loaders by position."
+        if isclass(datamodule):
+            advice = f"Create an object: {datamodule.__name__}(...)."
         raise ConfigError(f"datamodule: expected a lumen.DataModule, found {describe_type(datamodule)}. {advice}")
     if not isinstance(source, DataModule):
         check_loaders("dataloaders", source)
