@@ -11,16 +11,17 @@ class RenamedMembers:
 
     _renamed: ClassVar[Mapping[str, str]] = {}
 
-    def __init_subclass__(cls, *, renamed: Mapping[str, str] | None = None) -> None:
+    def __init_subclass__(cls, *, renamed: Mapping[str, str] | None = None, **others: Any) -> None:
         """Refuse a subclass that defines an old name, because Lumen would never read it.
 
         Args:
             renamed: New names by old names, of this class and its subclasses; None for the names of the base class.
+            others: Arguments for the other base classes of a subclass.
 
         Raises:
             ConfigError: The class defines an old name.
         """
-        super().__init_subclass__()
+        super().__init_subclass__(**others)
         if renamed is not None:
             cls._renamed = renamed
         for old, new in cls._renamed.items():

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import ClassVar
 
 import pytest
 
@@ -48,3 +49,20 @@ def test_other_missing_names_raise_as_in_python():
     for copied in (copy.deepcopy(lumen.EMA(decay=0.9)), pickle.loads(pickle.dumps(lumen.EMA(decay=0.9)))):
         assert copied.decay == 0.9
     assert issubclass(lumen.Callback, RenamedMembers)
+
+
+class Registry:
+    keys: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, key, **others):
+        super().__init_subclass__(**others)
+        cls.keys.append(key)
+
+
+def test_other_base_classes_get_their_arguments():
+    class Registered(lumen.Callback, Registry, key="mine"):
+        pass
+
+    assert Registered.keys == ["mine"]
+    with pytest.raises(TypeError, match="keyword argument"):
+        type("Mine", (lumen.Callback,), {}, colour="red")
