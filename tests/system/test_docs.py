@@ -105,6 +105,6 @@ def test_commands_of_check_page_run_and_names_exist(tmp_path, monkeypatch):
     table = page.split("## Findings")[1].split("##")[0]
     named = {name for row in table.splitlines()[4:] for name in re.findall(r"`([\w.]+)`", row.rpartition("| ")[2])}
     code = "".join(path.read_text() for path in (ROOT / "lumen/tools/check").glob("*.py"))
-    code = code.replace("{what}", "training") + code.replace("{what}", "validation")
+    code = code.replace("{role}", "training") + code.replace("{role}", "validation")
     assert [name for name in named if f'"{name}"' not in code] == []
     assert len(named) > 30
