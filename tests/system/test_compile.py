@@ -19,5 +19,5 @@ def test_a_missing_compiler_is_one_clear_error(tmp_path):
     (tmp_path / "train.py").write_text(script)
     environment = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     _, said = run_python("train.py", cwd=tmp_path, code=1, **environment)
-    assert "ConfigError: compile: compiling for the CPU needs a C++ compiler, and none was found" in said.strip().splitlines()[-1]
+    assert "ConfigError: compile: compiling for the CPU needs a C++ compiler" in said.strip().splitlines()[-1]
     assert "Install g++ or clang++" in said

@@ -23,7 +23,7 @@ NAMED = {
     ("worker", 2): rf"{IN_WORKER}\. rank [01] waits",
     ("loop", 1): rf"rank 0 {PLACE} this_loop_is_endless",
     ("worker", 1): IN_WORKER,
-    ("forked worker", 1): r"rank 0 waits for its data worker \d+, which hung when it was forked: .* once in a run",
+    ("forked worker", 1): r"rank 0 waits for its data worker \d+, which hung when it was forked: .* forks once per run",
 }
 
 

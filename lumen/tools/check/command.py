@@ -21,7 +21,7 @@ from lumen.trainer.logs import LogSettings, log_to_console
 
 _DESCRIPTION = (
     "The command runs forward and backward of a few micro-batches and writes nothing. It makes one or two updates in "
-    "memory and discards them. All options of lumen fit are allowed (see lumen fit --help). Exit code: 0; 1 with "
+    "memory and discards them. All options of `lumen fit` are allowed (see `lumen fit --help`). Exit code: 0; 1 with "
     "--strict if something is suspicious; 2 if the config is wrong or a step fails."
 )
 
