@@ -76,13 +76,13 @@ def test_a_broken_command_is_one_error(greenlight, broken):
         "error: the command energy, registered by greenlight, cannot be imported (ModuleNotFoundError: No module named "
         "'nowhere'). Repair or uninstall greenlight.\n"
     )
-    assert "Look at a configuration" in lumen("--help", path=[greenlight])
+    assert "Dry-run a config" in lumen("--help", path=[greenlight])
 
 
 def test_two_packages_with_one_command_are_an_error(greenlight, tmp_path):
     install(tmp_path / "other", "redlight", commands=[("energy", "redlight:ENERGY"), ("fit", "redlight:FIT")])
     path = [greenlight, tmp_path / "other"]
-    said = "error: the command energy is registered by greenlight and redlight. Uninstall one of them.\n"
+    said = "error: the command energy is registered by greenlight and redlight. Uninstall one of these packages.\n"
     assert lumen("energy", path=path, code=2) == said
     assert "Train." in lumen("fit", "--help", path=path).replace("\n", " ")
 

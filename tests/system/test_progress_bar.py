@@ -45,7 +45,7 @@ def test_terminal_cursor_is_restored_and_piped_output_kept(tmp_path: Path) -> No
         from tests.fit.callbacks import test_progress_bar as t
         task = t.Task(pause_s=0.01)
         task.at = {{5: lambda: print("a result"), 15: t.fail}}
-        t.trainer(t.Path({str(tmp_path)!r}), max_steps=30).fit(task, t.loader(30))
+        t.make_trainer(t.Path({str(tmp_path)!r}), max_steps=30).fit(task, t.make_loader(30))
     """)
     assert code == 1
     assert out == "a result\n"
@@ -60,9 +60,9 @@ def test_failing_callback_teardown_still_restores_the_cursor(tmp_path: Path) -> 
         class Bad(t.Callback):
             def on_exception(self, *arguments): raise ValueError("first")
             def teardown(self, *arguments): raise ValueError("second")
-        run = t.trainer(t.Path({str(tmp_path)!r}), max_steps=30)
+        run = t.make_trainer(t.Path({str(tmp_path)!r}), max_steps=30)
         run.callbacks.insert(0, Bad())
-        run.fit(t.Task(pause_s=0.01, at={{5: t.fail}}), t.loader(30))
+        run.fit(t.Task(pause_s=0.01, at={{5: t.fail}}), t.make_loader(30))
     """)
     assert code == 1
     assert "ValueError: second" in screen
@@ -94,9 +94,9 @@ def test_terminal_keeps_start_validations_and_end(tmp_path: Path) -> None:
     _, screen, code = run_in_a_terminal(f"""
         from tests.fit.callbacks import test_progress_bar as t
         saves = t.lumen.ModelCheckpoint(monitor="val_number")
-        run = t.trainer(t.Path({str(tmp_path)!r}), max_epochs=3, name="run", enable_checkpointing=True)
+        run = t.make_trainer(t.Path({str(tmp_path)!r}), max_epochs=3, name="run", enable_checkpointing=True)
         run.callbacks.insert(0, saves)
-        run.fit(t.Task(pause_s=0.01), t.loader(5), val_dataloaders=t.loader(2))
+        run.fit(t.Task(pause_s=0.01), t.make_loader(5), val_dataloaders=t.make_loader(2))
     """)
     assert code == 0, screen
     shown = [line.replace(f"{tmp_path}/", "") for line in render_screen(screen)]
@@ -164,7 +164,7 @@ def test_debugger_gets_terminal_without_the_bar(tmp_path: Path) -> None:
         task = t.Task(pause_s=0.01)
         task.at = {{5: lambda: breakpoint(), 9: set_trace}}
         bar = t.ProgressBar(refresh_per_second=1e9)
-        t.trainer(t.Path({str(tmp_path)!r}), bar, max_steps=12).fit(task, t.loader(12))
+        t.make_trainer(t.Path({str(tmp_path)!r}), bar, max_steps=12).fit(task, t.make_loader(12))
         import pdb, sys
         print("as it was:", pdb.Pdb.interaction.__module__, type(sys.stdout).__name__)
         """,
