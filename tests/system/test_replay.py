@@ -25,7 +25,7 @@ def test_one_process_replays_micro_batches_of_two(tmp_path, capsys):
     subprocess.run([sys.executable, "-m", "lumen", "fit", "--config", "line.yaml"], check=True, capture_output=True)
     main(["replay", "runs/line", "--step=2"])
     out = capsys.readouterr().out
-    assert "2 processes have trained it, here it is one" in out
+    assert "the run used 2 processes, but this training uses one" in out
     assert out.count("its part of the loss") == 3  # of the 7 in the epoch
     assert "more than rounding" not in out
     assert "the step is bitwise identical to the record: loss" in out or ": rounding)" in out
