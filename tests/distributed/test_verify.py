@@ -41,7 +41,7 @@ def test_callback_on_rank_0_only_is_named(tmp_path, group):
     assert cause.kind == "a hook acts on one rank only"
     assert cause.place.startswith("OnRankZero.on_step_end (")
     assert "net.0.weight" in cause.text
-    assert "written on rank 0 alone" in cause.text
+    assert "only rank 0 writes the value" in cause.text
 
 
 def test_manually_averaged_metric_is_named_with_its_line(tmp_path, group):
