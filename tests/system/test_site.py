@@ -31,7 +31,7 @@ LIGHTNING_NAMES = """
     log_every_n_steps enable_checkpointing enable_model_summary accumulate_grad_batches gradient_clip_val
     deterministic inference_mode use_distributed_sampler profiler detect_anomaly barebones plugins
     sync_batchnorm default_root_dir reload_dataloaders_every_n_epochs enable_autolog_hparams model_registry
-    auto_lr_find gpus resume_from_checkpoint LightningModule LightningDataModule EarlyStopping ModelCheckpoint
+    auto_lr_find resume_from_checkpoint LightningModule LightningDataModule EarlyStopping ModelCheckpoint
     LearningRateMonitor StochasticWeightAveraging BackboneFinetuning BatchSizeFinder LearningRateFinder
     DeviceStatsMonitor GradientAccumulationScheduler LambdaCallback RichProgressBar TQDMProgressBar
     BasePredictionWriter OnExceptionCheckpoint EMAWeightAveraging ModelPruning CSVLogger TensorBoardLogger
