@@ -111,7 +111,7 @@ def test_repeated_error_ends_job_with_its_traceback_last():
         ("in vain", 9, 128 + signal.SIGKILL, 3, "no further restart: 2 in a row did not get past step 3\n"),
         ("in vain", 1, 128 + signal.SIGKILL, 1, "no further restart: 1 were made, and max_restarts is 1\n"),
         ("config", 9, 1, 0, "ConfigError: it cannot work"),
-        ("stopped", 9, 128 + signal.SIGTERM, 0, "stopped at step 4 by SIGTERM; newest checkpoint: step-00000004. Resume"),
+        ("stopped", 9, 128 + signal.SIGTERM, 0, "stopped at step 4 by SIGTERM; newest checkpoint: step-00000004."),
         ("requeued", 9, 75, 0, "exit code 75: requeue the job. Resume"),
     ],
 )
