@@ -367,7 +367,7 @@ class Quadratic(Deep):
 
 
 REFUSED = [
-    (Deep, {"wrap": ["Block", "Bloc"]}, "no module of Deep is a Bloc. The classes of the modules are Block, Deep"),
+    (Deep, {"wrap": ["Block", "Bloc"]}, "no module of Deep is a Bloc; its classes are Block, Deep"),
     (Deep, {"wrap": "ModuleList"}, "ModuleList has no forward"),
     (Deep, {"activation_checkpointing": "Attention"}, "activation_checkpointing: no module"),
     (Deep, {"sharding_strategy": "hybrid_shard", "shard_size": 3}, "shard_size = 3"),
@@ -1074,7 +1074,7 @@ def test_references_to_sharded_parameters_raise_clearly(group, tmp_path):
 def refuse_references(folder):
     task = Held()
     task.held["weights"].append(task.net.blocks[0].up.weight)
-    with pytest.raises(ConfigError, match=r"uses net.blocks.0.up.weight, by a reference .* Units are net.blocks.0"):
+    with pytest.raises(ConfigError, match=r"uses net.blocks.0.up.weight through a reference .* Units are net.blocks.0"):
         fit(folder, task, strategy="fsdp")
     task = Held()
     task.view = task.net.first.weight.t()

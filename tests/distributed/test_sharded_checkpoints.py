@@ -312,7 +312,7 @@ def refused(folder):
 
 HARMS = {
     "full": (limit_file_size, r"model/0000[01]-00000.safetensors: File too large"),
-    "removed": (removed, r"step-2.*(removed while it was in use|it was removed)"),
+    "removed": (removed, r"step-2.*(removed while in use|it was removed)"),
     "refused": (refused, r"step-2.*: Permission denied. Give this user the right"),
 }
 
