@@ -533,7 +533,8 @@ def refuse_twice(folder):
 
 
 def train_in_every_way(folder):
-    for task, message in ((Referring(), "uses net.0.weight through a reference"), (Named(), "uses parameters of a module")):
+    refused = (Referring(), "uses net.0.weight through a reference"), (Named(), "uses parameters of a module")
+    for task, message in refused:
         with pytest.raises(ConfigError, match=message):
             train_network(folder, "fsdp", task)
     ways = ({"wrap_if": is_last}, {"wrap_if": is_last, "cpu_offload": True}, {"wrap_min_parameters": 1000})

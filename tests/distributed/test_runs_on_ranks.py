@@ -571,7 +571,7 @@ def test_growing_data_must_grow_equally_on_all_ranks(group, tmp_path):
     first, second = group(2).run(grow, tmp_path, 2, 2)
     assert sorted(first[1] + second[1]) == [*range(10)]
     for message in group(2).run(grow, tmp_path, 2, 4):
-        assert "another data set or order than rank 0: {'samples': 12" in message
+        assert "a different data set or order than rank 0: {'samples': 12" in message
 
 
 def grow(folder, more, on_rank_one):
@@ -597,7 +597,7 @@ class Asking(lumen.Callback):
 
 
 DIFFERENT = {
-    "on one rank": (lambda rank: [Asking()] * rank, r"rank 0 has none; rank 1 has Asking\. What"),
+    "on one rank": (lambda rank: [Asking()] * rank, r"rank 0 has none; rank 1 has Asking\. Pass the same callbacks"),
     "in another order": (
         lambda rank: [Asking(), lumen.EarlyStopping("loss")][:: 1 - 2 * rank],
         "rank 0 has Asking, EarlyStopping.*; rank 1 has EarlyStopping.*, Asking",

@@ -151,7 +151,7 @@ def list_refusals():
 
 def test_state_of_all_parameters_together_is_refused(group):
     for found in group(2).run(list_refusals):
-        assert [each.partition(" of all")[0] for each in found] == ["WholeMatrices: Counting keeps calls"] * 3
+        assert [each.partition(" for all")[0] for each in found] == ["WholeMatrices: Counting keeps calls"] * 3
 
 
 def catch_error(folder):
@@ -159,7 +159,7 @@ def catch_error(folder):
         bare_trainer(folder, strategy="fsdp", max_steps=1).fit(Matrices("Muon", False), loader(dtype=torch.float64))
     with pytest.raises(RuntimeError) as caught:
         bare_trainer(folder, strategy="fsdp", max_steps=1).fit(Averaging("Muon"), loader(dtype=torch.float64))
-    assert "Write lumen.optim.WholeMatrices(Adafactor(...))" in caught.value.__notes__[0]
+    assert "write lumen.optim.WholeMatrices(Adafactor(...))" in caught.value.__notes__[0]
 
 
 def test_optimizers_that_need_whole_parameters_are_named(group, tmp_path):

@@ -26,6 +26,6 @@ def test_one_process_replays_micro_batches_of_two(tmp_path, capsys):
     main(["replay", "runs/line", "--step=2"])
     out = capsys.readouterr().out
     assert "the run used 2 processes, but this training uses one" in out
-    assert out.count("its part of the loss") == 3  # of the 7 in the epoch
+    assert out.count("share of the loss") == 3  # of the 7 in the epoch
     assert "more than rounding" not in out
     assert "the step is bitwise identical to the record: loss" in out or ": rounding)" in out
