@@ -1,5 +1,6 @@
 """Collect the names of PyTorch Lightning that Lumen lacks, with their replacements, for the migration guide."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 from lumen.errors import lightning_names as names
@@ -33,10 +34,15 @@ def tables() -> Iterator[tuple[str, Mapping[str, str]]]:
     yield "Methods of LightningCLI", names.NOT_IN_CLI
 
 
+def escape(text: str) -> str:
+    """Return a message as Markdown in a cell of a table; code in backticks stays code."""
+    return text if text.startswith("`") else re.sub(r"([_*|<])", r"\\\1", text)
+
+
 def page() -> str:
     """Return the tables as Markdown."""
     parts = [BEGINNING]
     for heading, replacements in tables():
-        rows = (f"| `{name}` | {text.replace('|', '&#124;')} |" for name, text in sorted(replacements.items()))
+        rows = (f"| `{name}` | {escape(text)} |" for name, text in sorted(replacements.items()))
         parts.append("\n".join([f"## {heading}\n", "| in Lightning | in Lumen |", "|---|---|", *rows, ""]))
     return "\n".join(parts)
