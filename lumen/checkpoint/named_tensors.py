@@ -120,8 +120,8 @@ def get_extra_tensors(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, t
     If the run shards its parameters, two kinds of tensors are DTensors:
 
     * A tensor that was a DTensor when it was saved, sharded or replicated as before.
-    * If the saving run sharded nothing: a tensor with the name and shape of a parameter, such as an average. Examples
-      for `net.0.weight`: `average.net.0.weight`, `moments.net.0.weight.mean`.
+    * If the saving run sharded nothing: a tensor with a parameter's shape, whose name contains that parameter's.
+      Examples for `net.0.weight`: `average.net.0.weight`, `moments.net.0.weight.mean`.
 
     All other tensors are read unsharded to the host of every process.
 
