@@ -10,7 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lumen.version import __version__ as __version__
+from lumen.version import FOREIGN_NAMES, __version__ as __version__, make_mixed_files_error
+
+_FOLDER = os.path.dirname(__file__)
+if os.path.exists(os.path.join(_FOLDER, FOREIGN_NAMES[0])):  # one look at the disk, a few microseconds
+    raise make_mixed_files_error(_FOLDER, sorted({*FOREIGN_NAMES} & {*os.listdir(_FOLDER)}))
 
 if "LUMEN_LAUNCHER" in os.environ:  # the launcher then prints the error that ends this process
     import_module("lumen.distributed.worker").attach_to_launcher()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from functools import reduce
 
@@ -55,6 +56,23 @@ def test_lumen_itself_waits_for_nothing(tmp_path):
     assert filter_packages(list_imported_modules("import lumen", tmp_path) - list_imported_modules("", tmp_path)) == {
         "lumen"
     }
+
+
+def test_mixed_installation_is_an_error(tmp_path):
+    """Files of the distribution `lumen` in the folder of the package end the import with the commands to run."""
+    folder = shutil.copytree(ROOT / "lumen", tmp_path / "lumen", ignore=shutil.ignore_patterns("__pycache__"))
+    program = "import lumen, sys; sys.exit(lumen.__file__ != sys.argv[1])"
+    run_python("-c", program, folder / "__init__.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    (folder / "dashboard.py").touch()
+    (folder / "sources").mkdir()
+    for words in (("-c", "import lumen"), ("-m", "lumen", "--help"), ("-c", "from lumen.cli import main")):
+        _, said = run_python(*words, cwd=tmp_path, code=1, PYTHONPATH=str(tmp_path))
+        assert said.splitlines()[-1] == (
+            f"ImportError: the folder {folder} mixes two packages: it holds Lumen {lumen.__version__}, the training "
+            "library, and dashboard.py, sources of the distribution lumen, a dashboard builder. An environment can "
+            "hold only one of them. To keep the training library, run: pip uninstall --yes lumen lumen-train && "
+            "pip install lumen-train"
+        )
 
 
 def test_main_names_import_little_beyond_torch(tmp_path):
