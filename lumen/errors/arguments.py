@@ -27,6 +27,7 @@ from typing import (
 )
 
 from lumen.errors import ConfigError
+from lumen.version import DISTRIBUTION
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -298,5 +299,5 @@ def import_optional(package: str, who: str, extra: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{who} needs {package.partition('.')[0]}, which cannot be imported ({error}). Install it with: "
-            f"pip install 'lumen[{extra}]'"
+            f"pip install '{DISTRIBUTION}[{extra}]'"
         ) from error

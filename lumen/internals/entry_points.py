@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lumen.errors import ConfigError, LumenError
+from lumen.version import DISTRIBUTION
 
 COMMANDS = "lumen.commands"
 LOGGERS = "lumen.loggers"
@@ -67,5 +68,5 @@ def get_distribution_name(entry: EntryPoint) -> str:
 def format_install_hint() -> str:
     """Return the sentence that says how to install Lumen's own entry points."""
     root = Path(__file__).parents[2]
-    source = f"--editable {root}" if (root / "pyproject.toml").is_file() else "--force-reinstall lumen"
+    source = f"--editable {root}" if (root / "pyproject.toml").is_file() else f"--force-reinstall {DISTRIBUTION}"
     return f"The installed metadata of Lumen is missing or old: run pip install {source}"

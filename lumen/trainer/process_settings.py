@@ -25,6 +25,7 @@ from lumen.strategies import Strategy
 from lumen.task.data_module import DataModule
 from lumen.task.modes import make_trainable
 from lumen.task.task_module import TaskModule
+from lumen.version import __version__
 
 
 @contextmanager
@@ -95,8 +96,8 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
 @cache
 def _describe_software() -> dict[str, Any]:
     """Return facts that are constant in a process. Reading them is slow, so they are cached."""
-    versions = {}
-    for package in ("lumen", "torch", "numpy", "torchmetrics", "safetensors"):
+    versions = {"lumen": __version__}
+    for package in ("torch", "numpy", "torchmetrics", "safetensors"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     libc = "".join(platform.libc_ver())

@@ -145,10 +145,10 @@ def test_targets_of_make_exist():
 def test_packages_to_install_are_in_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    known = {"lumen"} | {Requirement(each).name for names in extras.values() for each in names}
+    known = {project["name"]} | {Requirement(each).name for names in extras.values() for each in names}
     for line in select("pip install .*"):
         for word in shlex.split(re.sub(r" (-e|--constraint \S+)(?= |$)", "", line))[2:]:
-            wanted = Requirement(word.replace(".", "lumen", 1) if word.startswith(".") else word)
+            wanted = Requirement(word.replace(".", project["name"], 1) if word.startswith(".") else word)
             assert (wanted.name in known, wanted.extras - extras.keys()) == (True, set()), line
 
 

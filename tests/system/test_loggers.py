@@ -34,7 +34,7 @@ except lumen.LumenError as error:
 """
     shown, _ = run_python("-c", code)
     assert f"{logger} needs " in shown
-    assert f"pip install 'lumen[{extra}]'" in shown
+    assert f"pip install 'lumen-train[{extra}]'" in shown
 
 
 STOPPED = """

@@ -16,7 +16,7 @@ from tests.helpers.engine_tasks import CONFIG, check_epochs, count_started_steps
 from tests.helpers.jobs import find_free_port
 from tests.helpers.slurm import wait_until
 
-pytest.importorskip("ray.train", reason="needs lumen[ray], 240 MB: pip install 'ray[train]'")
+pytest.importorskip("ray.train", reason="needs lumen-train[ray], 240 MB: pip install 'ray[train]'")
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(400)]
 FIT = ["fit", "--config", "run.yaml"]
 OWN = """

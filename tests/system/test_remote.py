@@ -625,7 +625,7 @@ def test_unusable_place_raises_before_the_run(tmp_path, bucket, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
         patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-        assert "pip install 'lumen[remote]'" in catch_error(tmp_path, str(bucket), ConfigError)
+        assert "pip install 'lumen-train[remote]'" in catch_error(tmp_path, str(bucket), ConfigError)
     for name, value, message in (
         ("AWS_ACCESS_KEY_ID", None, "Unable to locate credentials.* Check the network"),
         ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "in s3://bucket-.*Could not connect.*127.0.0.1:9.* Check the"),

@@ -27,6 +27,7 @@ from lumen.checkpoint.format.storage import (
     make_temporary_path,
 )
 from lumen.errors import CheckpointError, ConfigError
+from lumen.version import DISTRIBUTION
 
 #: Size of the parts of an upload or a download: efficient for stores, and the extra memory for a tensor.
 _UPLOAD_PART_BYTES = 16 << 20
@@ -34,7 +35,8 @@ _READ_AHEAD_BYTES = 1 << 20  # minimum size of a read, for headers and small ten
 _MAX_CACHED_BLOCKS = 64  # cached reads: tensors are read alternately from the files of up to 64 processes
 
 _INSTALL_HINT = (
-    "{place} cannot be opened: {error}. For s3:// and gs://, `pip install 'lumen[remote]'` installs s3fs and gcsfs."
+    "{place} cannot be opened: {error}. For s3:// and gs://, "
+    f"`pip install '{DISTRIBUTION}[remote]'` installs s3fs and gcsfs."
 )
 _STARTUP_ADVICE = {
     errno.ENOENT: "Create the bucket (Lumen does not create buckets), or choose a different URL.",

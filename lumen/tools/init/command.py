@@ -12,11 +12,12 @@ from lumen.cli.commands import CommandParser
 from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.tools.init import COMMAND
+from lumen.version import DISTRIBUTION
 
 _DESCRIPTION = (
     "The project needs no network and passes its own test. Templates: gpt writes text; images reads digits (needs "
-    "lumen[examples]); table classifies the rows of a CSV file; transformers trains a model of that library (needs "
-    "lumen[transformers])."
+    f"{DISTRIBUTION}[examples]); table classifies the rows of a CSV file; transformers trains a model of that library "
+    f"(needs {DISTRIBUTION}[transformers])."
 )
 _TEMPLATES = Path(__file__).parent / "templates"
 _TEMPLATE_NAME = "starter"  # name of the package, config and test in each template

@@ -24,6 +24,7 @@ from lumen.tools.migrate.names import FileNames
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses, find_unsaved, list_files
 from lumen.tools.migrate.python import FileEditor, MigrationNote, iterate_used_names
 from lumen.tools.terminal import format_count, make_table_console
+from lumen.version import DISTRIBUTION
 
 _DESCRIPTION = (
     "The command prints the edits as a diff for `git apply`, and on stderr the places to check by hand, with file and "
@@ -33,7 +34,7 @@ _DESCRIPTION = (
 _ANY = re.compile(rf"\b({'|'.join(sorted(LIGHTNING_PACKAGES, reverse=True))})\b")
 _REQUIRED = re.compile(r"(?<![\w/.-])(pytorch[-_]lightning|lightning)(?=$|[\s\"'\[<>=~!;,:])")
 _NOTEBOOK_NOTE = "notebooks are not edited. Edit the imports and the trainer's arguments by hand, as in the diff."
-_PACKAGE_NOTE = "replace Lightning by lumen."
+_PACKAGE_NOTE = f"replace Lightning by {DISTRIBUTION}."
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 

@@ -46,7 +46,7 @@ def test_psutil_is_required_only_for_cpu_stats(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     fit(tmp_path, lumen.DeviceStatsMonitor(cpu_stats=False))
     for asked in (None, True):
-        with pytest.raises(ConfigError, match=r"statistics of the CPU, needs psutil.*pip install 'lumen\[stats\]'"):
+        with pytest.raises(ConfigError, match=r"of the CPU, needs psutil.*pip install 'lumen-train\[stats\]'"):
             fit(tmp_path, lumen.DeviceStatsMonitor(asked))
 
 

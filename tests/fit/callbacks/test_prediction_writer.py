@@ -152,7 +152,7 @@ def test_incomplete_prediction_file_is_not_left(tmp_path):
 
 def test_missing_pyarrow_is_an_error_at_construction(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"needs pyarrow, which cannot be imported .*pip install 'lumen\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"needs pyarrow, which cannot be .*pip install 'lumen-train\[parquet\]'"):
         lumen.PredictionWriter(tmp_path, "parquet")
 
 

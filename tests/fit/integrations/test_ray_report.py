@@ -11,7 +11,7 @@ from tests.helpers.tasks import Regression
 
 def test_callback_outside_ray_worker_raises_with_a_fix(tmp_path):
     trainer = lumen.Trainer(max_steps=1, default_root_dir=tmp_path, callbacks=lumen.RayTrainReportCallback())
-    said = "Call fit in the function that a TorchTrainer runs" if find_spec("ray") else "pip install 'lumen[ray]'"
+    said = "Call fit in the function that a TorchTrainer runs" if find_spec("ray") else "pip install 'lumen-train[ray]'"
     with pytest.raises(ConfigError, match="RayTrainReportCallback") as raised:
         trainer.fit(Regression())
     assert said in str(raised.value)

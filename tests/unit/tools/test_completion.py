@@ -64,4 +64,4 @@ def test_a_shell_completes_what_lumen_takes(shell, tmp_path, capsys):
 def test_missing_shtab_names_the_install_command(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
-    assert "Install it with: pip install 'lumen[completion]'" in capsys.readouterr().err
+    assert "Install it with: pip install 'lumen-train[completion]'" in capsys.readouterr().err

@@ -385,8 +385,8 @@ def test_notebooks_and_requirements_are_named_and_not_edited(tmp_path):
     assert said.splitlines() == [
         "To check by hand:",
         "a.ipynb:1: notebooks are not edited. Edit the imports and the trainer's arguments by hand, as in the diff.",
-        "pyproject.toml:1: replace Lightning by lumen.",
-        "requirements.txt:2: replace Lightning by lumen.",
+        "pyproject.toml:1: replace Lightning by lumen-train.",
+        "requirements.txt:2: replace Lightning by lumen-train.",
         "nothing to edit; 3 places to check by hand",
     ]
 
