@@ -12,7 +12,7 @@ VISION = $(VENV)-vision
 # A test over its time limit ends its worker, which is not replaced, so the test is reported once.
 PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo check test test-all compat gpu torture bench vision docs lint format clean
+.PHONY: demo check test test-all compat gpu torture bench vision docs dist lint format clean
 
 demo: $(DEMO) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -53,6 +53,11 @@ docs: $(READY) ## Build the documentation as a site, site/index.html, without ne
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "Open $(CURDIR)/site/index.html"
 
+dist: $(VENV)-dist/.ready ## Build the wheel and the source distribution of a release in dist/, and check both.
+	rm -rf build dist
+	$(VENV)-dist/bin/python -m build
+	$(VENV)-dist/bin/python -m twine check --strict dist/*
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,6 +84,11 @@ $(VENV)-bench/.ready: pyproject.toml constraints.txt
 	$(VENV)-bench/bin/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
+$(VENV)-dist/.ready: constraints.txt
+	$(PYTHON) -m venv $(VENV)-dist
+	$(VENV)-dist/bin/pip install --quiet --constraint constraints.txt build twine
+	touch $@
+
 $(VISION)/.ready: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --target $(VISION) torchvision timm pycocotools
 	touch $@
@@ -90,4 +100,4 @@ $(COMPAT)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-bench $(VENV)-compat-* build site *.egg-info
+	rm -rf $(VENV) $(VENV)-bench $(VENV)-compat-* $(VENV)-dist build dist site *.egg-info
