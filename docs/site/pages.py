@@ -26,6 +26,7 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing/index.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security-policy.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "benchmarks/README.md": "benchmarks.md",
     "docs/tutorials/notebook.ipynb": "tutorials/notebook.md",
 }
