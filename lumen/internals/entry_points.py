@@ -20,7 +20,9 @@ def list_entry_points(group: str) -> dict[str, list[EntryPoint]]:
     """Return the entry points of a group by name; a name has several if several distributions register it."""
     found: dict[str, list[EntryPoint]] = {}
     for each in _list_installed().select(group=group):
-        found.setdefault(each.name, []).append(each)
+        several = found.setdefault(each.name, [])
+        if all(each.value != other.value for other in several):  # a renamed distribution can be registered twice
+            several.append(each)
     return found
 
 

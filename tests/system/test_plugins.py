@@ -87,6 +87,14 @@ def test_two_packages_with_one_command_are_an_error(greenlight, tmp_path):
     assert "Train." in lumen("fit", "--help", path=path).replace("\n", " ")
 
 
+def test_renamed_distribution_may_be_registered_twice(tmp_path):
+    """An older installation of Lumen under a different name registers the same commands."""
+    install(tmp_path, "lumen", commands=[("check", "lumen.tools.check:COMMAND")])
+    install(tmp_path, "lumen-train", commands=[("check", "lumen.tools.check:COMMAND")])
+    assert "Dry-run a config" in lumen("--help", path=[tmp_path])
+    assert "usage: lumen check" in lumen("check", "--help", path=[tmp_path])
+
+
 def test_without_metadata_the_error_says_to_install():
     program = """if True:
         import importlib.metadata, sys
