@@ -16,8 +16,9 @@ from lumen.callbacks.callback_trainer import CallbackTrainer
 from lumen.callbacks.throughput import Throughput, measure_memory_mb
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import check_arguments, check_at_least, import_optional
+from lumen.errors.arguments import check_arguments, check_at_least
 from lumen.internals.compiler import is_compiled
+from lumen.internals.optional_packages import import_optional
 from lumen.task.task_module import TaskModule
 
 # Dense peaks in TFLOP/s (10^12 FLOP per second), without the factor 2 for structured sparsity. 16-bit matrix products

@@ -14,8 +14,9 @@ import torch
 from lumen.callbacks.base import Callback
 from lumen.data.nested import move_batch
 from lumen.errors import ConfigError, DataError
-from lumen.errors.arguments import check_arguments, expand_path, import_optional
+from lumen.errors.arguments import check_arguments, expand_path
 from lumen.internals.atomic_files import replace_file
+from lumen.internals.optional_packages import import_optional
 
 if TYPE_CHECKING:
     from lumen.task.running_trainer import AnyTrainer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import os
 import re
@@ -27,7 +26,6 @@ from typing import (
 )
 
 from lumen.errors import ConfigError
-from lumen.version import DISTRIBUTION
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -281,23 +279,3 @@ def check_positive(**numbers: float | None) -> None:
     for name, number in numbers.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: must be more than 0, or None, found {number}.")
-
-
-def import_optional(package: str, who: str, extra: str) -> Any:
-    """Import an optional package.
-
-    Args:
-        package: The name of the package in an import, such as `pyarrow.parquet`.
-        who: Description of the feature that needs the package.
-        extra: Name of Lumen's extra that installs the package.
-
-    Raises:
-        ConfigError: The package is missing, or cannot be imported.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(
-            f"{who} needs {package.partition('.')[0]}, which cannot be imported ({error}). Install it with: "
-            f"pip install '{DISTRIBUTION}[{extra}]'"
-        ) from error

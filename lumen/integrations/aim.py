@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from lumen.errors.arguments import check_arguments, expand_path, import_optional
+from lumen.errors.arguments import check_arguments, expand_path
 from lumen.integrations.service import Service
+from lumen.internals.optional_packages import import_optional
 from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls
 
 

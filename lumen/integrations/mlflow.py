@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from lumen.errors.arguments import check_arguments, expand_path, import_optional
+from lumen.errors.arguments import check_arguments, expand_path
 from lumen.integrations.service import UPLOADING, Service
+from lumen.internals.optional_packages import import_optional
 from lumen.loggers.base import Array, as_uint8_image, explain_wrong_calls, flatten_entries
 
 _FORBIDDEN_CHARACTERS = re.compile(r"[^\w/. -]")

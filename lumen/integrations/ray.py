@@ -9,7 +9,8 @@ from typing import Any, final
 from lumen.callbacks.base import Callback
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.errors import ConfigError
-from lumen.errors.arguments import check_arguments, check_at_least, import_optional
+from lumen.errors.arguments import check_arguments, check_at_least
+from lumen.internals.optional_packages import import_optional
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from lumen.errors.arguments import check_arguments, import_optional
+from lumen.errors.arguments import check_arguments
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.internals.masking import mask_secrets
+from lumen.internals.optional_packages import import_optional
 from lumen.loggers.base import Array, Logger, NullWriter, as_array, as_image_array, explain_wrong_calls, flatten_entries
 
 _MIN_UNBINNED = 1e20  # The bins of TensorBoard's histograms end here.

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import check_arguments, expand_path, import_optional
+from lumen.errors.arguments import check_arguments, expand_path
 from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB
 from lumen.integrations.service import UPLOADING, Service
+from lumen.internals.optional_packages import import_optional
 from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls, flatten_entries
 
 _STEP = "trainer/global_step"

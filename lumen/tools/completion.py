@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from lumen.cli.commands import LOOPS, Command, CommandParser, get_parser, get_summary, list_commands, load_command
 from lumen.console import stdout
-from lumen.errors.arguments import import_optional
+from lumen.internals.optional_packages import import_optional
 
 COMMAND = Command("Print a script for bash, zsh or fish that completes the command lumen.", __name__)
 _INSTALL = {

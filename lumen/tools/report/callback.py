@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 from lumen.callbacks.base import Callback
 from lumen.console import logger as _log
-from lumen.errors.arguments import import_optional
+from lumen.internals.optional_packages import import_optional
 from lumen.tools.runs.find import ShownRun, list_checkpoints
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from pathlib import Path
 from lumen.cli.commands import CommandParser
 from lumen.console import format_bytes, stdout
 from lumen.errors import ConfigError
-from lumen.errors.arguments import expand_path, import_optional
+from lumen.errors.arguments import expand_path
+from lumen.internals.optional_packages import import_optional
 from lumen.tools.report import COMMAND
 from lumen.tools.report.record import is_recorded
 from lumen.tools.runs.find import ShownRun, find_runs, inspect_run
