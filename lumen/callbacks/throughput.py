@@ -103,7 +103,7 @@ class TimeEstimator:
         self._paused_at_s: float | None = None
 
     def pause(self) -> None:
-        """Note that a validation begins."""
+        """Record the beginning of a validation."""
         self._paused_at_s = perf_counter()
 
     def resume(self) -> None:

@@ -373,7 +373,7 @@ def _suggest_options(key: str, heads: Collection[str], options: Iterable[str], *
     """Return a sentence, after a space, that suggests other options for a wrong one; "" if no option is similar.
 
     Args:
-        key: The wrong key, at the level of the sections.
+        key: The wrong key, at the top level of the config.
         heads: The sections, and the options outside of the sections.
         options: The arguments of the sections, each as `SECTION.NAME`.
         typed: True if the key is on the command line, where options begin with dashes.

@@ -119,7 +119,8 @@ class CopyStream:
     def move_batch(self, batch: Any) -> Any:
         """Copy a batch like `move_batch`, in a stream of its own.
 
-        The current stream waits for the copies. The host waits for the copies of the batch `_BATCHES_AHEAD` earlier.
+        The current stream waits for the copies. The host waits for the copies of an earlier batch, which is
+        `_BATCHES_AHEAD` batches old.
         """
         if sum(part.nbytes for part in iterate_tensors(batch) if _is_copied_alone(part)) < _SMALL_BYTES:
             return move_batch(batch, self._device, self._dtype)

@@ -135,7 +135,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         then in memory together.
 
         Args:
-            module: The module to initialize. Default: call its `reset_parameters()`, if it has this method.
+            module: The module to initialize. Without an override, its `reset_parameters()` is called, if it exists.
             name: The module's name in the task, such as "net.blocks.3.attention"; "" is the task.
         """
         if reset := get_reset_method(module):
