@@ -1,4 +1,4 @@
-"""Goodput: the productive part of the time since a run was first started, and the use of the rest."""
+"""Goodput: the productive part of the time of a run over all its starts, and the use of the rest."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ class Goodput:
     Args:
         directory: The directory of the run; None to measure nothing, as on all ranks but 0.
         waited_s: Function that returns how many seconds the run has waited for training data.
+        restarted: True if a launcher or SLURM started an earlier attempt of this run, and restarted it.
 
     Attributes:
         due_s: Time when the next line is due, in seconds of `time.monotonic`.
     """
 
-    def __init__(self, directory: Path | None, waited_s: Callable[[], float]) -> None:
+    def __init__(self, directory: Path | None, waited_s: Callable[[], float], *, restarted: bool = False) -> None:
         self.due_s = math.inf
         self._file = None if directory is None else directory / FILE
         self._waited_s, self._pause_s = waited_s, 1.0
         self._bucket, self._spent = "startup", dict.fromkeys(BUCKETS, 0.0)
+        self._notes: dict[str, bool] = {}
         self._read_s, self._before = time.monotonic(), (0.0, 0.0)
         self._line_s = self._read_s
         if directory is None or self._file is None:
@@ -53,6 +55,9 @@ class Goodput:
         last_activity_s = max((_get_change_time_s(directory / name) for name in _ACTIVITY_FILES), default=0.0)
         began_s = min(max(now_s - age_s, ended_s), now_s)
         self._attempt = 1 + max((line["life"] for line in lines), default=0)
+        # A user who starts a stopped run from a terminal makes a pause; only a job that nobody starts waits in a queue.
+        was_preempted = any(line.get("preempted") for line in lines if line["life"] == self._attempt - 1)
+        self._notes = {"queued": True} if restarted or (was_preempted and not _is_started_by_hand()) else {}
         if lines and ended_s < min(
             last_activity_s, began_s
         ):  # The run was killed: the time after its last line was lost.
@@ -108,12 +113,23 @@ class Goodput:
         spent = {name: round(value, 6) for name, value in self._spent.items() if value}
         self._spent = dict.fromkeys(BUCKETS, 0.0)
         begun, self._from_s = self._from_s, self._from_s + seconds
-        self._append_line({"life": self._attempt, "from_s": begun, "to_s": self._from_s, "step": step, "spent": spent})
+        place = {"life": self._attempt, "from_s": begun, "to_s": self._from_s, "step": step}
+        self._append_line({**place, "spent": spent, **self._notes})
+        self._notes = {}
         self.due_s, self._pause_s = self._read_s + self._pause_s, min(2 * self._pause_s, _MAX_INTERVAL_S)
+
+    def note_preemption(self, step: int) -> None:
+        """Write a line which says that a signal of a scheduler stops the run: the time up to a restart is a queue."""
+        self._notes["preempted"] = True
+        self.write_line(step)
 
     def close(self, step: int) -> None:
         """Write the last line at the end of the run."""
         self.write_line(step)
+        self.stop_writing()
+
+    def stop_writing(self) -> None:
+        """Write no further line. A start without a line, such as of a finished run, is not counted."""
         self._file, self.due_s = None, math.inf
 
     def _append_line(self, line: Mapping[str, Any]) -> None:
@@ -130,14 +146,15 @@ class Goodput:
 @final
 @dataclass(frozen=True)
 class TimeSpent:
-    """Time that a run spent on each activity since it was first started.
+    """Time that a run spent on each activity, over all its starts.
 
     Attributes:
-        wall_s: Seconds from the first start to the last record, over all restarts.
+        wall_s: Seconds of all starts, with the bucket `queue`. The time between two starts by hand does not count.
         spent_s: Seconds by bucket: `startup`, `compile`, `data`, `step`, `evaluation`, `checkpoint`, `end`, `lost` and
-            `queue`. The bucket `lost` has steps lost by a kill, which a restart computes again; `queue` has the time
-            from an end to the next start. The seconds of all buckets sum to `wall_s`.
-        lives: Number of starts of the run.
+            `queue`. The bucket `lost` has steps lost by a kill, which a restart computes again. The bucket `queue` has
+            the time from a preemption, or from a failure that a launcher handles, to the next start. The seconds of all
+            buckets sum to `wall_s`.
+        lives: Number of starts of the run that had something to do.
     """
 
     wall_s: float
@@ -177,7 +194,7 @@ def goodput(directory: str | Path) -> TimeSpent:
     before, step, ended_s = 0, 0, lines[0]["from_s"]
     for line in lines:
         life = line["life"]
-        spent["queue"] += max(line["from_s"] - ended_s, 0.0)
+        spent["queue"] += max(line["from_s"] - ended_s, 0.0) if line.get("queued") else 0.0
         ended_s = max(ended_s, line["to_s"])
         if "spent" not in line:
             spent["lost"] += line["to_s"] - line["from_s"]
@@ -190,7 +207,7 @@ def goodput(directory: str | Path) -> TimeSpent:
             lost_s = seconds * lost_share if name in ("step", "data") else 0.0
             spent["lost"] += lost_s
             spent[name] += seconds - lost_s
-    return TimeSpent(ended_s - lines[0]["from_s"], spent, max(line["life"] for line in lines))
+    return TimeSpent(math.fsum(spent.values()), spent, max(line["life"] for line in lines))
 
 
 def read_starts(directory: str | Path) -> dict[int, int]:
@@ -232,10 +249,19 @@ def _get_change_time_s(path: Path) -> float:
     return 0.0
 
 
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def _is_started_by_hand() -> bool:
+    """Return True in an interactive session, and if the input of this program is a terminal."""
+    return _is_interactive() or (sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty())
+
+
 def _get_process_age_s() -> float:
     """Return the seconds since this program was started; 0 in an interactive session or if unknown."""
     with suppress(OSError):
-        if not hasattr(sys, "ps1") and "ipykernel" not in sys.modules:
+        if not _is_interactive():
             started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
             return max(float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK"), 0.0)
     return 0.0

@@ -325,6 +325,7 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
                 held[key] = value.clone()
     if checkpoint is not None and (reason := run.ending.limit_reached):
         log_status("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
+        run.records.goodput.stop_writing()
     trainer._started = True
     record_steps(run, trainer.run_directory)
     record_script(trainer, run)

@@ -338,7 +338,8 @@ def make_run(session: Session) -> Iterator[None]:
     trainer, directory, processes = session.trainer, session.directory, session.trainer.processes
     origin, checkpoint = trainer.origin, None
     writes = directory is not None and processes.is_global_zero
-    goodput = Goodput(directory if writes else None, lambda: session.run.step.counters.waited_s)
+    measured, restarted = directory if writes else None, origin.restarted and origin.excluded is None
+    goodput = Goodput(measured, lambda: session.run.step.counters.waited_s, restarted=restarted)
     session.loggers = add_csv_logger(trainer.loggers) if writes else []
     if session.trains:
         earlier = list_checkpoint_folders(trainer, trainer.default_root_dir / str(trainer.name))

@@ -185,6 +185,8 @@ def log_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") -
         number: The signal that asked the run to stop.
         reason: The reason to end the run within a step, such as "not done within grace_s=8"; "" at the end of a step.
     """
+    if number in (signal.SIGTERM, signal.SIGUSR1):
+        run.records.goodput.note_preemption(run.progress.step)
     by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"
     at = f"stopped at step {run.progress.step} {by}"
     if trainer.state.fn != "fit":

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import lumen
+
 SCRIPT = """
 import os, signal, sys, time
 import lumen
@@ -88,6 +90,8 @@ def test_one_process_is_started_again_too():
     assert code == 0, output
     assert [each[:4] for each in re.findall(RESTARTED, output)] == [("1", "2", "0", "2"), ("2", "2", "0", "6")]
     assert "finished: max_steps=10 reached at step 10" in output
+    assert (spent := lumen.goodput("runs/run")).lives == 3
+    assert spent.spent_s["queue"] > 0  # from each kill to the restart
 
 
 @pytest.mark.slow
