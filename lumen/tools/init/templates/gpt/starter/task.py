@@ -74,8 +74,9 @@ class GPT(lumen.TaskModule):
         return [self.trainer.datamodule.decode(ids) for ids in batch]
 
     def configure_optimizers(self) -> dict:
-        """Return AdamW with a learning rate that rises, then falls, in each step."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        """Return AdamW with a learning rate that rises for a tenth of the run, then falls to 0. Norms do not decay."""
+        groups = lumen.optim.decay_groups(self, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams.lr)
         steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)
+        schedule = lumen.optim.cosine(optimizer, steps, warmup=steps // 10, start=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

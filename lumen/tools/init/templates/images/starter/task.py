@@ -67,6 +67,16 @@ class Classifier(lumen.TaskModule):
         self.log(f"{part}_loss", F.cross_entropy(logits, labels))
         self.log(f"{part}_acc", (logits.argmax(dim=1) == labels).float().mean(), prog_bar=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW with a constant learning rate."""
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, weight_decay=self.hparams.weight_decay)
+    def predict_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        """Return for each image its label, the most likely class, and the probability of that class."""
+        images, labels = batch
+        highest, classes = self(images).softmax(dim=1).max(dim=1)
+        return {"label": labels, "prediction": classes, "probability": highest}
+
+    def configure_optimizers(self) -> dict:
+        """Return AdamW with a learning rate that rises for a tenth of the run, then falls to 0. Norms do not decay."""
+        groups = lumen.optim.decay_groups(self, self.hparams.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams.lr)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = lumen.optim.cosine(optimizer, steps, warmup=steps // 10, start=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

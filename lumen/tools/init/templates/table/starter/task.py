@@ -57,12 +57,17 @@ class Classifier(lumen.TaskModule):
         self.log(f"{part}_loss", F.cross_entropy(logits, labels), prog_bar=True)
         self.log(f"{part}_acc", (logits.argmax(dim=1) == labels).float().mean(), prog_bar=True)
 
-    def predict_step(self, batch: list[Tensor]) -> list[str]:
-        """Return the most likely class of each row, and its probability."""
-        highest, labels = self(batch[0]).softmax(dim=1).max(dim=1)
-        names = self.trainer.datamodule.names
-        return [f"{names[label]} {p:.0%}" for label, p in zip(labels.tolist(), highest.tolist(), strict=True)]
+    def predict_step(self, batch: list[Tensor]) -> list[dict]:
+        """Return the most likely class of each row, under the name of its column, and its probability."""
+        data, (rows, _) = self.trainer.datamodule, batch
+        highest, classes = self(rows).softmax(dim=1).max(dim=1)
+        pairs = zip(classes.tolist(), highest.tolist(), strict=True)
+        return [{data.target: data.names[each], "probability": probability} for each, probability in pairs]
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW with a constant learning rate."""
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+    def configure_optimizers(self) -> dict:
+        """Return AdamW with a learning rate that rises for a tenth of the run, then falls to 0. Norms do not decay."""
+        groups = lumen.optim.decay_groups(self, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams.lr)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = lumen.optim.cosine(optimizer, steps, warmup=steps // 10, start=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -21,14 +21,23 @@ class Names(lumen.DataModule):
         tokenizer: A name or a directory for `from_pretrained`. Default: each byte of a text is a token.
         max_length: Largest number of tokens of a text. Longer texts are truncated.
         batch_size: Number of texts in a batch.
+        text: Text whose kind `lumen predict` predicts.
         split: Seed of the random split into training and validation.
     """
 
-    classes = len(KINDS)  # The model takes this value and `vocab_size` from the data module.
+    kinds = tuple(KINDS.values())
+    classes = len(kinds)  # The model takes this value and `vocab_size` from the data module.
 
-    def __init__(self, tokenizer: str | None = None, max_length: int = 48, batch_size: int = 64, split: int = 0):
+    def __init__(
+        self,
+        tokenizer: str | None = None,
+        max_length: int = 48,
+        batch_size: int = 64,
+        text: str = "SNOWMAN",
+        split: int = 0,
+    ):
         super().__init__()
-        self.tokenizer_name, self.max_length = tokenizer, max_length
+        self.tokenizer_name, self.max_length, self.text = tokenizer, max_length, text
         self.batch_size, self.split = batch_size, split
 
     @cached_property
@@ -44,18 +53,19 @@ class Names(lumen.DataModule):
 
     def setup(self, stage: str) -> None:
         """Read and split the texts. Your own texts can be any sequence of (text, label)."""
-        kinds, characters = list(KINDS), map(chr, range(0x3000))
+        letters, characters = list(KINDS), map(chr, range(0x3000))
         named = [(unicodedata.name(each, ""), unicodedata.category(each)[0]) for each in characters]
-        samples = [(name, kinds.index(kind)) for name, kind in named if name and kind in kinds]
+        samples = [(name, letters.index(letter)) for name, letter in named if name and letter in letters]
         self.train, self.val = random_split(samples, [0.9, 0.1], torch.Generator().manual_seed(self.split))
 
+    def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        """Return a batch of texts without labels, padded to the longest text."""
+        return self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
+
     def collate(self, samples: list[tuple[str, int]]) -> dict[str, Tensor]:
-        """Return a batch of samples, padded to the longest text."""
+        """Return a batch of texts and their labels."""
         texts, labels = zip(*samples, strict=True)
-        tokens = self.tokenizer(
-            list(texts), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
-        )
-        return {**tokens, "labels": torch.tensor(labels)}
+        return {**self.tokenize(list(texts)), "labels": torch.tensor(labels)}
 
     def train_dataloader(self) -> DataLoader:
         """Return the training texts, shuffled."""
@@ -64,3 +74,7 @@ class Names(lumen.DataModule):
     def val_dataloader(self) -> DataLoader:
         """Return the validation texts."""
         return DataLoader(self.val, self.batch_size, collate_fn=self.collate)
+
+    def predict_dataloader(self) -> DataLoader:
+        """Return the text to predict."""
+        return DataLoader([self.text], collate_fn=self.tokenize)

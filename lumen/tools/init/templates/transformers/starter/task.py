@@ -56,9 +56,16 @@ class Classifier(lumen.TaskModule):
         self.log("val_loss", output.loss, prog_bar=True)
         self.log("val_acc", (output.logits.argmax(dim=1) == batch["labels"]).float().mean(), prog_bar=True)
 
+    def predict_step(self, batch: dict[str, Tensor]) -> list[str]:
+        """Return the most likely kind of each text, and its probability."""
+        highest, kinds = self.model(**batch).logits.softmax(dim=1).max(dim=1)
+        names = self.trainer.datamodule.kinds
+        return [f"{names[kind]} {p:.0%}" for kind, p in zip(kinds.tolist(), highest.tolist(), strict=True)]
+
     def configure_optimizers(self) -> dict:
-        """Return AdamW with a learning rate that rises, then falls, in each step."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        """Return AdamW with a learning rate that rises for a tenth of the run, then falls to 0. Norms do not decay."""
+        groups = lumen.optim.decay_groups(self, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams.lr)
         steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)
+        schedule = lumen.optim.cosine(optimizer, steps, warmup=steps // 10, start=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
