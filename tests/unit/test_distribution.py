@@ -29,10 +29,13 @@ def test_project_has_the_name_of_the_code():
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.parent.name)
 def test_new_projects_depend_on_the_distribution(path):
-    (needed,) = tomllib.loads(path.read_text())["project"]["dependencies"]
+    """A project needs Lumen with one of its extras, and packages in the versions that Lumen is tested with."""
+    project = tomllib.loads(path.read_text())["project"]
+    needed, *others = project["dependencies"]
     name, _, extra = needed.rstrip("]").partition("[")
     assert name == DISTRIBUTION
     assert not extra or extra in PROJECT["optional-dependencies"]
+    assert {*others, *project["optional-dependencies"]["test"]} <= {*PROJECT["optional-dependencies"]["test"]}
 
 
 def test_no_text_installs_the_other_project():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+import tomllib
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -14,11 +15,6 @@ from lumen.errors import ConfigError
 from lumen.tools.init import COMMAND
 from lumen.version import DISTRIBUTION
 
-_DESCRIPTION = (
-    "The project needs no network and passes its own test. Templates: gpt writes text; images reads digits (needs "
-    f"{DISTRIBUTION}[examples]); table classifies the rows of a CSV file; transformers trains a model of that library "
-    f"(needs {DISTRIBUTION}[transformers])."
-)
 _TEMPLATES = Path(__file__).parent / "templates"
 _TEMPLATE_NAME = "starter"  # name of the package, config and test in each template
 _CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # written when the template itself was run
@@ -26,16 +22,25 @@ _CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # written whe
 
 def options() -> CommandParser:
     """Return the parser of the command's options."""
-    templates = sorted(path.name for path in _TEMPLATES.iterdir())
-    parser = CommandParser("init", COMMAND, f"NAME [--template {'|'.join(templates)}]", _DESCRIPTION)
-    parser.add_argument("directory", metavar="NAME", help="Directory to create; its last part names the package.")
-    parser.add_argument("--template", choices=templates, default="gpt", help="Template to copy. Default: gpt.")
+    names = [*_describe_templates()]
+    usage = f"NAME [--template {'|'.join(names)}]"
+    parser = CommandParser("init", COMMAND, usage, "The project needs no network and passes its own test.")
+    parser.add_argument("directory", metavar="NAME", nargs="?", help="Directory to create; its end names the package.")
+    parser.add_argument("--template", choices=names, default="gpt", help="Template to copy. Default: gpt.")
+    parser.add_argument("--list", action="store_true", help="Describe the templates in a line each; create nothing.")
     return parser
 
 
 def run(words: list[str]) -> int:
-    """Create a directory with a project and return 0."""
-    arguments = options().read(words)
+    """Create a directory with a project, or print the templates, and return 0."""
+    parser = options()
+    arguments = parser.read(words)
+    if arguments.list:
+        lines = [f"{name:<14}{text}" for name, text in _describe_templates().items()]
+        print(*lines, "", "Create a project: lumen init mine --template NAME", sep="\n", file=stdout)
+        return 0
+    if arguments.directory is None:
+        parser.error("the name of the new directory is missing: NAME")
     project = Path(arguments.directory).expanduser()
     name = make_package_name(project.resolve().name)
     _check_free(project)
@@ -50,6 +55,16 @@ def run(words: list[str]) -> int:
     print(f"Created {project} from template {arguments.template}, package {name}. Read README.md, or run:", file=stdout)
     print(*(f"  {step}" for step in steps), sep="\n", file=stdout)
     return 0
+
+
+def _describe_templates() -> dict[str, str]:
+    """Return by the names of the templates what they contain and need, from their pyproject files."""
+    found = {}
+    for path in sorted(_TEMPLATES.glob("*/pyproject.toml")):
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        needed = [each for each in project["dependencies"] if each != DISTRIBUTION]
+        found[path.parent.name] = project["description"] + (f" Needs {' and '.join(needed)}." if needed else "")
+    return found
 
 
 def make_package_name(name: str) -> str:

@@ -39,13 +39,15 @@ def test_empty_directory_does_not_make_its_name_taken():
     assert packages("mine") == ["mine"]
 
 
-@pytest.mark.parametrize("template", ["gpt", "images", "table", "transformers"])
+@pytest.mark.parametrize("template", ["finetune", "gpt", "images", "table", "transformers"])
 def test_project_never_mentions_its_template(template):
     assert main(["init", "mine", "--template", template]) == 0
     written = {path.relative_to("mine").as_posix(): path.read_text() for path in Path("mine").rglob("*.*")}
     assert not [name for name, text in written.items() if "starter" in name + text]
     shared = {".gitignore", "README.md", "pyproject.toml", "mine.yaml", "tests/test_mine.py"}
-    assert written.keys() - {"iris.csv"} == shared | {f"mine/{name}.py" for name in ("__init__", "data", "task")}
+    assert written.keys() - {"iris.csv", "mine/example.py"} == shared | {
+        f"mine/{name}.py" for name in ("__init__", "data", "task")
+    }
     for name, text in written.items():
         if name.endswith(".py"):
             imported = [node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]

@@ -45,7 +45,7 @@ class Digits(lumen.DataModule):
 
     channels, classes = 1, 10  # The model takes both values from the data module.
 
-    def __init__(self, batch_size: int = 64, augment: bool = True, split: int = 0):
+    def __init__(self, batch_size: int = 64, *, augment: bool = True, split: int = 0):
         super().__init__()
         self.batch_size, self.augment, self.split = batch_size, augment, split
 

@@ -1,0 +1,1 @@
+"""A LoRA adapter for a language model."""
