@@ -79,11 +79,18 @@ def get_point(page, part):
     return box["x"] + 50 + part * (box["width"] - 80), box["y"] + box["height"] / 2
 
 
+CUT = "[...document.querySelectorAll('main *, header *')].filter(each => each.scrollWidth > each.clientWidth + 1)"
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (768, "dark"), (1600, "light")])
 def test_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, scheme):
-    page = opened(write_run(tmp_path / "a", **make_curves()), write_run(tmp_path / "b"), color_scheme=scheme)
+    """Six runs with long names fit: no table or legend must be scrolled to be seen."""
+    rates = [f"a-regression-with-learning-rate-{rate}-and-a-cosine-schedule" for rate in (1, 3, 10, 30, 100)]
+    runs = [write_run(tmp_path / name, config_yaml=f"model: {{lr: {number}}}\n") for number, name in enumerate(rates)]
+    page = opened(write_run(tmp_path / "a", **make_curves()), *runs, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})
     wait_until(page, f"document.documentElement.scrollWidth <= {width}")
+    assert page.evaluate(f"{CUT}.filter(each => each.clientWidth).map(each => each.outerHTML.slice(0, 200))") == []
     wait_until(page, f'document.querySelector("{LOSS} > div > *").clientWidth <= {width}')
     background, text = page.evaluate(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
@@ -126,10 +133,14 @@ def test_dragging_zooms_all_charts_and_button_resets(opened, tmp_path):
     page = opened(write_run(tmp_path / "a", **make_curves()))
     all_steps = read_full_range(page)
     page.locator(LOSS).scroll_into_view_if_needed()
-    page.mouse.move(*get_point(page, 0.2))
-    page.mouse.down()
-    page.mouse.move(*get_point(page, 0.4), steps=4)
-    page.mouse.up()
+    for _ in range(20):  # On a busy machine, bokeh may take the slow beginning of a drag for a press.
+        page.mouse.move(*get_point(page, 0.2))
+        page.mouse.down()
+        page.mouse.move(*get_point(page, 0.4), steps=4)
+        page.mouse.up()
+        page.wait_for_timeout(100)
+        if page.locator("#reset").is_enabled():
+            break
     wait_until(page, "!document.getElementById('reset').disabled")
     begin, end = read_full_range(page)
     assert all_steps[0] < begin < end < 200 < all_steps[1]
@@ -158,6 +169,12 @@ def test_smoothing_draws_a_mean_and_can_be_removed(opened, tmp_path):
     assert page.evaluate(smooth) == pytest.approx(flat)
 
 
+def test_ticks_have_few_digits(opened, tmp_path):
+    page = opened(write_run(tmp_path / "a", **make_curves()))
+    ticks = page.evaluate(f"{MODEL}('chart-m0').left[0].formatter.doFormat([0, 0.1 + 0.2, 0.0002, 3e-7, 1200, 2.5e6])")
+    assert ticks == ["0", "0.3", "0.0002", "3e-7", "1,200", "2.5e6"]
+
+
 def test_axes_turn_logarithmic_where_values_are_positive(opened, tmp_path):
     rows = "step,loss,offset\n1,0.001,-1\n10,1,-2\n100,10,-3\n"
     page = opened(write_run(tmp_path / "a", metrics_csv=rows, system_csv=None))
@@ -184,7 +201,7 @@ def test_runs_and_marks_are_hidden_and_shown(opened, tmp_path):
     assert visible("mark-epochs-1")
     page.locator("[data-shows='0']").uncheck()
     assert (visible("line-m0-0-0"), visible("line-m0-1-0")) == (False, True)
-    assert page.locator(f"{LOSS} li:visible").count() == 2
+    assert page.locator(f"{LOSS} tbody tr:visible").count() == 1
     assert page.evaluate(f"{MODEL}('chart-m0').y_range.end") < 1  # scaled to the remaining curves
     page.locator("[data-shows='1']").uncheck()
     assert not visible("mark-epochs-1")

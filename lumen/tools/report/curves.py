@@ -21,8 +21,10 @@ from bokeh.plotting import figure
 from lumen.tools.report.record import Numbers, RunContents, Series, ValueTable, thin_series
 
 COLOURS = 8
-_DASHES = ("", "6 3", "2 2", "8 3 2 3")
+DASHES = ("", "6 3", "2 2", "8 3 2 3")
 _VARIANT = re.compile(r"^(?:train|val|valid|validation|test)(?:[_/-]|$)|(?:_step|_epoch)$")
+_SCHEDULED = re.compile(r"(?:lr|learning_rate|momentum|weight_decay)\b")
+_MAX_RATIO = 100  # Curves of one chart differ less in size: the smaller one would look like a line at 0.
 _MAX_CHARTS, _MAX_MARKS = 40, 60
 _MIN_POINTS, _MAX_POINTS = 40, 2000
 _MAX_DOTS = 60  # A curve of few points also gets dots: a line through one point is invisible.
@@ -35,8 +37,7 @@ class LegendEntry(NamedTuple):
 
     Attributes:
         key: Key by which the page finds the curve's bokeh models.
-        run: Number of the curve's run.
-        label: The name next to the curve's colour.
+        label: The name of the curve, or the names of equal curves.
         colour: Number of the curve's colour.
         dash: Lengths of the curve's dashes and gaps, or "" for a solid line.
         last: The last value of the curve.
@@ -44,7 +45,6 @@ class LegendEntry(NamedTuple):
     """
 
     key: str
-    run: int
     label: str
     colour: int
     dash: str
@@ -59,14 +59,16 @@ class Chart:
 
     Attributes:
         key: Key by which the page finds the chart's bokeh models.
-        title: The name of the quantity.
-        entries: Legend entries, one for each curve.
+        title: The name of the quantity, or the full name if the chart shows one name.
+        labels: The labels of the curves that a run can have.
+        rows: By number of the run, its legend entry for each label, or None if the run has no such curve.
         div: HTML of the element in which bokeh draws the chart.
     """
 
     key: str
     title: str
-    entries: list[LegendEntry] = field(default_factory=list)
+    labels: list[str]
+    rows: dict[int, list[LegendEntry | None]] = field(default_factory=dict)
     div: str = ""
 
 
@@ -79,7 +81,8 @@ class Curves:
         max_points: Approximate limit of the points of all curves together.
 
     Attributes:
-        metrics: Charts of logged values.
+        metrics: Charts of logged values: losses first, learning rates last.
+        names: Names of all logged values, in the order of the charts.
         system: Charts of speed and memory.
         left_out: Names that are not drawn because of the limit on charts.
         marks: Numbers of runs and the steps of their marks, by kind: "restarts", "checkpoints", "epochs".
@@ -89,8 +92,9 @@ class Curves:
     def __init__(self, records: Sequence[RunContents], max_points: int) -> None:
         self.metrics, self.system, self.left_out, self.script = list[Chart](), list[Chart](), list[str](), ""
         kinds = (self.metrics, attrgetter("metrics"), "m"), (self.system, attrgetter("system"), "s")
-        groups = [(drawn, table, letter, _group_names(map(table, records))) for drawn, table, letter in kinds]
-        count = sum(len(names) for *_, group in groups for names in group.values()) * len(records)
+        groups = [(drawn, table, letter, _group_names([*map(table, records)])) for drawn, table, letter in kinds]
+        self.names = [name for _, curves in groups[0][-1] for names in curves for name in names]
+        count = sum(len(curves) for *_, group in groups for _, curves in group) * len(records)
         self._records, self._figures = records, dict[str, Model]()
         self._max_points = min(max(max_points // max(count, 1), _MIN_POINTS), _MAX_POINTS)  # points of one curve
         tables = [table for record in records for table in (record.metrics, record.system)]
@@ -102,11 +106,11 @@ class Curves:
         self._formats = models.NumeralTickFormatter(format="0,0")
         self.marks = {kind: sources for kind in _MARKS if (sources := self._list_sources(kind))}
         for drawn, table, letter, group in groups:
-            for number, (title, names) in enumerate(group.items()):
+            for number, (title, curves) in enumerate(group):
                 if len(self._figures) == _MAX_CHARTS:
-                    self.left_out += names
+                    self.left_out += chain.from_iterable(curves)
                 else:
-                    drawn.append(self._make_chart(f"{letter}{number}", title, names, table))
+                    drawn.append(self._make_chart(f"{letter}{number}", title, curves, table))
         if self._figures:
             self._embed()
 
@@ -125,24 +129,26 @@ class Curves:
         return [(number, models.ColumnDataSource({"x": _as_float32(steps)})) for number, steps in found if len(steps)]
 
     def _make_chart(
-        self, key: str, title: str, names: Sequence[str], table: Callable[[RunContents], ValueTable]
+        self, key: str, title: str, curves: Sequence[Sequence[str]], table: Callable[[RunContents], ValueTable]
     ) -> Chart:
-        """Draw the given metrics of all runs into one figure."""
+        """Draw the given curves of all runs into one figure."""
         drawn = self._figures[key] = self._make_figure(key)
-        chart = Chart(key, title)
+        chart = Chart(key, title, [_join_names(names) for names in curves])
         for run, record in enumerate(self._records):
-            for variant, name in enumerate(names):
-                if name in table(record).series:
-                    series, dash = table(record).series[name], _DASHES[variant % len(_DASHES)]
-                    # A single run has a colour per name. Several runs have a colour each, and dashes per name.
-                    label, colour = f"{record.name} {name}" if len(names) > 1 else record.name, run
-                    if len(self._records) == 1:
-                        label, colour = name, variant
-                    odd = ~series.finite
-                    entry = LegendEntry(f"{key}-{run}-{variant}", run, label, colour % COLOURS, dash,
-                                  float(series.values[-1]), int(odd.sum()))  # fmt: skip
-                    chart.entries.append(entry)
-                    self._draw_series(drawn, entry.key, series, dash, np.unique(series.steps[odd]))
+            row = list[LegendEntry | None]()
+            for variant, (label, names) in enumerate(zip(chart.labels, curves, strict=True)):
+                if (series := table(record).series.get(names[0])) is None:
+                    row.append(None)
+                    continue
+                # A single run has a colour per curve. Several runs have a colour each, and dashes per curve.
+                colour = (variant if len(self._records) == 1 else run) % COLOURS
+                dash, odd = DASHES[(variant + variant // COLOURS) % len(DASHES)], ~series.finite
+                entry = LegendEntry(f"{key}-{run}-{variant}", label, colour, dash,
+                                    float(series.values[-1]), int(odd.sum()))  # fmt: skip
+                row.append(entry)
+                self._draw_series(drawn, entry.key, series, dash, np.unique(series.steps[odd]))
+            if any(row):
+                chart.rows[run] = row
         return chart
 
     def _make_figure(self, key: str) -> figure:
@@ -192,12 +198,67 @@ def _add_glyph(drawn: figure, source: models.ColumnDataSource, glyph: Model, nam
     drawn.renderers.append(GlyphRenderer(data_source=source, glyph=glyph, name=name, **settings))
 
 
-def _group_names(tables: Iterable[ValueTable]) -> dict[str, list[str]]:
-    """Return the names by quantity: `loss` and `val_loss` are one quantity."""
+def _group_names(tables: Sequence[ValueTable]) -> list[tuple[str, list[list[str]]]]:
+    """Return title and curves of each chart: losses first, learning rates last. Equal curves are one, with all names.
+
+    `loss` and `val_loss` are one quantity. So are `pinball/same` and `pinball/slow`, if few and of comparable size.
+    """
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for table in tables for name in table.series):
-        groups.setdefault(_VARIANT.sub("", name) or name, []).append(name)
-    return groups
+        groups.setdefault(_find_quantity(name), []).append(name)
+    charts = list[tuple[str, list[list[str]]]]()
+    for quantity in sorted(groups, key=_rank_quantity):
+        curves = _merge_equal_curves(tables, groups[quantity])
+        parts = {quantity: curves}
+        most = COLOURS if len(tables) == 1 else len(DASHES)
+        if not _SCHEDULED.match(quantity) and (len(curves) > most or not _are_comparable(tables, curves)):
+            parts = {}
+            for names in curves:
+                parts.setdefault(_strip_variant(names[0]), []).append(names)
+        charts += [(title if part != [part[0][:1]] else part[0][0], part) for title, part in parts.items()]
+    return charts
+
+
+def _strip_variant(name: str) -> str:
+    """Return a name without the words for training and evaluation: `mae/slow` of `val/mae/slow`."""
+    return _VARIANT.sub("", name) or name
+
+
+def _find_quantity(name: str) -> str:
+    """Return the quantity of a name: `loss` of `val_loss` and of `student/loss`, `pinball` of `pinball/slow`."""
+    parent, _, last = _strip_variant(name).rpartition("/")
+    return last if not parent or "loss" in last or _SCHEDULED.fullmatch(last) else parent
+
+
+def _rank_quantity(quantity: str) -> int:
+    return 3 if _SCHEDULED.match(quantity) else 0 if quantity == "loss" else 1 if "loss" in quantity else 2
+
+
+def _merge_equal_curves(tables: Sequence[ValueTable], names: Sequence[str]) -> list[list[str]]:
+    """Return the names, with the names of curves that are equal in all runs together."""
+    merged: dict[tuple[bytes, ...], list[str]] = {}
+    for name in names:
+        found = [table.series.get(name) for table in tables] if len(names) > 1 else []
+        key = tuple(each.steps.tobytes() + each.values.tobytes() if each else b"" for each in found)
+        merged.setdefault(key, []).append(name)
+    return list(merged.values())
+
+
+def _are_comparable(tables: Sequence[ValueTable], curves: Sequence[Sequence[str]]) -> bool:
+    """Return True if the curves of one run can share a y axis, or are all of one quantity by their names."""
+    if len({_strip_variant(names[0]) for names in curves}) == 1:
+        return True
+    for table in tables:
+        found = [table.series[names[0]].finite_values for names in curves if names[0] in table.series]
+        sizes = [size for each in found if (size := np.nanmax(np.abs(each), initial=0.0)) > 0]
+        if max(sizes, default=0.0) > _MAX_RATIO * min(sizes, default=0.0):
+            return False
+    return True
+
+
+def _join_names(names: Sequence[str]) -> str:
+    """Return the names of equal curves as one label."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 _MARKS: dict[str, Callable[[RunContents], Iterable[int]]] = {

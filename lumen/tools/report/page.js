@@ -3,8 +3,12 @@
 (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const one = id => document.getElementById(id);
-  const written = value =>
-    value === undefined ? "–" : Number.isInteger(value) && Math.abs(value) < 1e15 ? value.toLocaleString("en") : `${+value.toPrecision(5)}`;
+  const written = value => (value === undefined ? "–" : writtenTo(value, Number.isInteger(value) ? 15 : 5, 1e15));
+  const writtenTo = (value, digits, most) => {
+    const rounded = +value.toPrecision(digits), size = Math.abs(rounded);
+    const isLong = size > 0 && (size < 1e-4 || size >= most);
+    return isLong ? rounded.toExponential().replace("+", "") : rounded.toLocaleString("en", { maximumSignificantDigits: digits });
+  };
 
   function start(doc) {
     const model = name => doc.get_model_by_name(name);
@@ -21,10 +25,10 @@
         const line = of("line");
         return {
           entry, line, odd: of("odd"), dots: of("dots"), smooth: of("smooth"), base: (of("mean") || line).data_source.data,
-          run: entry.dataset.run, colour: entry.dataset.colour, output: entry.querySelector("output"),
-          last: entry.querySelector("output").textContent,
+          run: entry.dataset.run, colour: entry.dataset.colour, last: entry.textContent,
         };
       });
+      axis.formatter.doFormat = ticks => ticks.map(tick => writtenTo(tick, 9, 1e6));
       return { element, plot, axis, lines, cursor: model(`cursor-${key}`), isLog: false, ticker: axis.ticker, formatter: axis.formatter };
     });
     const marks = all("[data-marks]").map(box => ({
@@ -118,7 +122,7 @@
         for (const line of chart.lines) {
           const shown = isShown(line);
           for (const each of [line.line, line.smooth, line.odd, line.dots]) if (each) each.visible = shown;
-          line.entry.classList.toggle("hidden", !shown);
+          line.entry.closest("tr, li").classList.toggle("hidden", !shown);
         }
         fit(chart);
       }
@@ -153,7 +157,7 @@
         chart.cursor.setv(position === null ? { visible: false } : { visible: true, location: position });
         for (const line of chart.lines) {
           const { x, y } = line.line.data_source.data;
-          line.output.textContent = position === null || !x.length ? line.last : written(y[nearest(x, position)]);
+          line.entry.textContent = position === null || !x.length ? line.last : written(y[nearest(x, position)]);
         }
       }
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -20,8 +21,15 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from lumen.errors import RunDirectoryError
 from lumen.internals.atomic_files import replace_file
 from lumen.internals.masking import mask_words
-from lumen.tools.report.curves import Curves
-from lumen.tools.report.record import RunContents, Series, find_differences, make_names, parse_settings
+from lumen.tools.report.curves import DASHES, Curves
+from lumen.tools.report.record import (
+    RunContents,
+    Series,
+    find_differences,
+    make_names,
+    parse_settings,
+    shorten_names,
+)
 from lumen.version import __version__
 
 if TYPE_CHECKING:
@@ -54,10 +62,11 @@ def write_report(runs: Sequence[ShownRun], output: Path) -> None:
 def render_report(runs: Sequence[ShownRun]) -> str:
     """Return the report as HTML. Logs, curves and tables are shortened until the page is small enough."""
     names = make_names([Path(run.path) for run in runs])
+    labels = shorten_names(names)
     for halvings in range(12):
         part = 0.5**halvings
         log_bytes = int(_LOG_BYTES * part / len(runs))
-        records = [RunContents(run, name, log_bytes) for run, name in zip(runs, names, strict=True)]
+        records = [RunContents(*each, log_bytes) for each in zip(runs, names, labels, strict=True)]
         text = _render_page(records, Curves(records, int(_MAX_POINTS * part)), int(_ROWS * part) + 1)
         if len(text.encode(errors="replace")) < MAX_BYTES:
             break
@@ -81,7 +90,7 @@ def _render_page(records: Sequence[RunContents], curves: Curves, max_rows: int) 
     drawing = Resources(mode="inline", components=["bokeh"], minified=True, log_level="fatal").js_raw
     scripts = [*drawing, curves.script, _read_asset("page.js")] if curves.script else []
     values, configs = (
-        _collect_values(records),
+        _collect_values(records, curves.names),
         {each.name: map(parse_settings, each.configs.values()) for each in records},
     )
     return environment.get_template("page.html").render(
@@ -89,6 +98,7 @@ def _render_page(records: Sequence[RunContents], curves: Curves, max_rows: int) 
         made=datetime.now().astimezone(),
         records=records,
         curves=curves,
+        dashes=DASHES,
         style=_read_asset("page.css"),
         scripts=scripts,
         policy=" ".join(map(_digest_script, scripts)) or "'none'",
@@ -108,13 +118,18 @@ def _digest_script(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def _collect_values(records: Sequence[RunContents]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """Return, by metric, the name of each run that logged it and its last, lowest and highest values."""
-    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for record in records:
-        for name, series in record.metrics.series.items():
-            found.setdefault(name, []).append((record.name, _find_extremes(series)))
-    return found
+def _collect_values(
+    records: Sequence[RunContents], names: Sequence[str]
+) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Return, by metric, the label of each run that logged it and its last, lowest and highest values."""
+    return {
+        name: [
+            (record.label, _find_extremes(record.metrics.series[name]))
+            for record in records
+            if name in record.metrics.series
+        ]
+        for name in names
+    }
 
 
 def _find_extremes(series: Series) -> dict[str, Any]:
@@ -127,9 +142,10 @@ def _find_extremes(series: Series) -> dict[str, Any]:
 
 
 def _compare_environments(records: Sequence[RunContents]) -> dict[str, list[str]]:
-    """Return the environments of the runs: by entry, the value in each run, or a dash."""
+    """Return the environments of the runs: by entry, the value in each run, or a dash; one value if all are equal."""
     rows = [_flatten_environment(record.environment) for record in records]
-    return {name: [each.get(name, "–") for each in rows] for row in rows for name in row}
+    found = {name: [each.get(name, "–") for each in rows] for row in rows for name in row}
+    return {name: values if len(set(values)) > 1 else values[:1] for name, values in found.items()}
 
 
 def _flatten_environment(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -151,7 +167,11 @@ def _format_text(value: Any) -> str:
 
 
 def _format_number(value: float, digits: int = 6) -> str:
-    return f"{int(value):,}" if abs(value) < 1e15 and value == int(value) else f"{value:.{digits}g}"
+    """Return a number as the script of the page writes it: `1,200.5`, `0.00125`, `9.5e-5`."""
+    rounded = value if value % 1 == 0 else float(f"{value:.{digits}g}")
+    if abs(rounded) < 1e15 and rounded % 1 == 0:
+        return f"{int(rounded):,}"
+    return re.sub(r"e\+?(-?)0?", r"e\1", f"{rounded:,.{digits}g}")
 
 
 def _format_share(value: float) -> str:
@@ -161,7 +181,7 @@ def _format_share(value: float) -> str:
 def _format_duration(seconds: float) -> str:
     """Return a duration in words: `2 h 5 min`."""
     if not math.isfinite(seconds) or seconds < 60:
-        return f"{seconds:.3g} s"
+        return "< 0.001 s" if 0 < seconds < 0.001 else f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"

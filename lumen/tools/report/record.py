@@ -8,10 +8,11 @@ import math
 import re
 import reprlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from functools import lru_cache
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, final
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from lumen.cli.yaml_text import load_yaml
 from lumen.data.nested import flatten_leaves
 from lumen.internals.masking import mask_text
 from lumen.run.goodput import FILE, TimeSpent, goodput, read_starts
@@ -170,17 +172,18 @@ _BRIEF.maxstring = _BRIEF.maxother = 300
 _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = 20
 
 
-def parse_settings(text: str) -> dict[str, str]:
+@lru_cache(maxsize=64)  # Reading 200 kB takes a second, and a page needs the newest config of a run twice.
+def parse_settings(text: str) -> Mapping[str, str]:
     """Return the settings of a config by path, such as `model.init_args.lr`; empty if it cannot be read."""
     try:
-        read = yaml.safe_load(text)
+        read = load_yaml(text)
         found = islice(flatten_leaves(read), _MAX_SETTINGS) if isinstance(read, dict) else ()
         return {path: value[:300] if isinstance(value, str) else _BRIEF.repr(value) for path, value in found}
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
 
 
-def find_differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+def find_differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Return the settings that differ between runs, by path: the value in each run, or a dash."""
     paths = dict.fromkeys(path for each in settings for path in each if path not in _NAMES)
     found = {path: [each.get(path, _ABSENT) for each in settings] for path in paths}
@@ -189,6 +192,7 @@ def find_differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]
 
 _CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[^\n\t\x20-\x7e\x85\xa0-\U0010ffff]")
 _MAX_CONFIG_BYTES = 200_000
+_MAX_LABEL = 24  # characters of a name that fit next to a chart
 KNOWN = ("metrics.csv", "system.csv", "config.yaml", "script.yaml", "run.log", "environment.json", FILE)
 
 
@@ -199,11 +203,13 @@ class RunContents:
     Args:
         shown: The status and the checkpoints of the run.
         name: Name of the run in the report.
+        label: Name of the run next to its values.
         log_bytes: The most bytes to read from the end of the run's log.
 
     Attributes:
         shown: The status and the checkpoints of the run, as given.
         name: The name of the run, as given.
+        label: The label of the run, as given.
         metrics: Values that the run logged.
         system: Speed and memory while the run trained.
         spent: Time of the run by activity, or None if unknown.
@@ -214,8 +220,8 @@ class RunContents:
         log_left_out: Number of bytes of the log before `log`.
     """
 
-    def __init__(self, shown: ShownRun, name: str, log_bytes: int) -> None:
-        self.shown, self.name, directory = shown, name, Path(shown.path)
+    def __init__(self, shown: ShownRun, name: str, label: str, log_bytes: int) -> None:
+        self.shown, self.name, self.label, directory = shown, name, label, Path(shown.path)
         self.metrics, self.system = (
             ValueTable(find_file_inside(directory, each)) for each in ("metrics.csv", "system.csv")
         )
@@ -233,7 +239,14 @@ class RunContents:
         return max(known, default=None)
 
     @property
-    def settings(self) -> dict[str, str]:
+    def last_step(self) -> int | None:
+        """The highest step with a value, or None."""
+        return max(
+            (each for table in (self.metrics, self.system) if (each := table.last_step) is not None), default=None
+        )
+
+    @property
+    def settings(self) -> Mapping[str, str]:
         """The settings of the newest config by path, or the settings that a script recorded."""
         return parse_settings(next(reversed(self.configs.values()), ""))
 
@@ -259,6 +272,26 @@ def make_names(paths: Sequence[Path]) -> list[str]:
     while len({each[-count:] for each in parts}) < len({*parts}) and count < max(map(len, parts)):
         count += 1
     return ["/".join(each[-count:]) for each in parts]
+
+
+def shorten_names(names: Sequence[str]) -> list[str]:
+    """Return the names; if some are long, without the words that begin or end all: `…width-8…`.
+
+    One common word stays in front, because it often says what differs: `width-` of `width-8`.
+    """
+    words = [re.split(r"(?<=[-_/ ])", name) for name in names]
+    if len(names) == 1 or max(map(len, names)) <= _MAX_LABEL:
+        return [*names]
+    begin = max(_count_equal(words) - 1, 0)
+    rest = [each[begin:] for each in words]
+    end = min(_count_equal([each[::-1] for each in rest]), min(map(len, rest)) - 1)
+    labels = ["".join(each[: len(each) - end]).rstrip("-_/ ") for each in rest]
+    return ["…" * (begin > 0) + label + "…" * (end > 0) for label in labels]
+
+
+def _count_equal(words: Sequence[Sequence[str]]) -> int:
+    """Return the number of words with which all names begin."""
+    return sum(1 for _ in takewhile(lambda each: len({*each}) == 1, zip(*words, strict=False)))
 
 
 def _read_time_spent(directory: Path) -> TimeSpent | None:

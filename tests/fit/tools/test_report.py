@@ -85,6 +85,63 @@ def test_what_scripts_have_set_is_compared_too(tmp_path, report):
     runs = [write_run(tmp_path / name, config_yaml=None, script_yaml=text) for name, text in texts.items()]
     text = report(*runs).text
     assert "Settings that differ Setting one two model.lr 0.1 0.2 script.yaml of one" in text
+    assert text.count("elderberry") == 1  # equal in both environments
+
+
+def test_settings_are_read_as_the_command_line_reads(tmp_path, report):
+    values = {"one": "1e-4", "two": "0.0001"}
+    runs = [write_run(tmp_path / name, config_yaml=f"model: {{lr: {value}}}\n") for name, value in values.items()]
+    assert "The settings of these runs do not differ." in report(*runs).text
+
+
+def write_table(columns):
+    """Return two rows of a metrics.csv: by name, the first value; the second value is half of it."""
+    rows = [",".join(map(str, [step, 0, *(each / step for each in columns.values())])) for step in (1, 2)]
+    return "\n".join([f"step,epoch,{','.join(columns)}", *rows, ""])
+
+
+def read_charts(page):
+    """Return title and legend of each chart of logged values, without numbers."""
+    drawn = re.findall(r'data-chart="m.*?<h3>(.*?)</h3>(.*?)</figcaption>', page.source, re.S)
+    labels = [re.findall(r"</svg><span>(.*?)</span>|</svg>([^<]+)</th>", legend) for _, legend in drawn]
+    return [(title, ["".join(each) for each in found]) for (title, _), found in zip(drawn, labels, strict=True)]
+
+
+def test_charts_begin_with_losses_and_end_with_rates(tmp_path, report):
+    rates = {"lr/decay": 0.1, "lr/no decay": 0.1, "lr/head": 0.001}
+    metrics = {"train/loss": 2.0, "val/loss": 3.0, "student/loss": 1.5, "critic_loss": 1.0, "val/r2": 0.5}
+    pinball = {"pinball/same": 0.5, "pinball/noisy": 0.75, "val/pinball/slow": 0.25}
+    table = write_table(rates | {"grad_norm/body": 9.0, "grad_norm/head": 0.01} | pinball | metrics)
+    page = report(write_run(tmp_path / "a", metrics_csv=table))
+    assert read_charts(page) == [
+        ("loss", ["train/loss", "val/loss", "student/loss"]),
+        ("critic_loss", []),
+        ("grad_norm/body", []),  # A common axis would show the smaller one as a line at 0.
+        ("grad_norm/head", []),
+        ("pinball", ["pinball/same", "pinball/noisy", "val/pinball/slow"]),
+        ("val/r2", []),
+        ("lr", ["lr/decay, lr/no decay", "lr/head"]),
+    ]
+    assert page.text.index("Values Name Last") < page.text.index("train/loss 1 1 2 2 1 2")
+    assert page.text.index("critic_loss 0.5 0.5") < page.text.index("lr/head 0.0005 0.0005")
+
+
+def test_many_names_of_a_prefix_get_own_charts(tmp_path, report):
+    norms = {f"norm/{number}": 1.0 + number for number in range(9)}
+    rates = {f"lr/{number}": 0.1 for number in range(5)}
+    drawn = read_charts(report(write_run(tmp_path / "a", metrics_csv=write_table(norms | rates))))
+    assert drawn == [*((name, []) for name in norms), ("lr", ["lr/0, lr/1, lr/2 and 2 more"])]
+
+
+def test_long_names_of_runs_are_shortened(tmp_path, report):
+    names = [f"regression-with-width-{width}-and-a-cosine-schedule" for width in (8, 16, 32, 64)]
+    runs = [write_run(tmp_path / name, config_yaml=f"width: {number}\n") for number, name in enumerate(names)]
+    page = report(*runs)
+    labels = ["…width-8…", "…width-16…", "…width-32…", "…width-64…"]
+    assert read_charts(page) == [("loss", ["loss", "val_loss", *labels])]
+    assert "Report 4 runs" in page.text
+    assert all(f"{name} finished" in page.text for name in names)
+    assert f"Settings that differ Run width {labels[0]} 0 {labels[1]} 1 {labels[2]} 2 {labels[3]} 3 " in page.text
 
 
 def test_what_a_resume_has_changed_is_shown(tmp_path, report):
@@ -114,6 +171,7 @@ def test_missing_file_hides_only_its_part(tmp_path, report, name):
     run = write_run(tmp_path / "a")
     (run / name).unlink()
     text = report(run).text
+    assert "a finished 3 " in text or name == "run.log"  # system.csv has steps too
     shown = {
         "metrics.csv": "val_loss", "system.csv": "steps_per_s", "config.yaml": "class_path: Net",
         "run.log": "INFO finished", "environment.json": "elderberry", "goodput.jsonl": "60.0 %",
