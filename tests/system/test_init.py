@@ -44,12 +44,15 @@ def test_readme_of_each_template_works(template, monkeypatch, capsys):
     """
     name = f"my_{template}"
     assert main(["init", name, "--template", template]) == 0
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()[2:]]
     program("ruff", "check", ".", cwd=name)
     program("ruff", "format", "--check", ".", cwd=name)
     monkeypatch.chdir(name)
     monkeypatch.setattr(sys, "path", [*sys.path])
     readme = Path("README.md").read_text()
-    for line in re.findall(r"^(?:lumen|python) .*", readme, re.M):
+    lines = re.findall(r"^(?:lumen|python) .*", readme, re.M)
+    assert printed == lines[: len(printed)]
+    for line in lines:
         run_line(line)
     for code in re.findall(r"```python\n(.*?)```", readme, re.S):
         exec(code)

@@ -51,7 +51,8 @@ def run(words: list[str]) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         text = (template / path).read_text(encoding="utf-8")
         target.write_text(text.replace(_TEMPLATE_NAME, name), encoding="utf-8")
-    steps = [f"cd {project}", f"lumen fit --config {name}.yaml", "python -m pytest"]
+    _, commands, _ = (project / "README.md").read_text(encoding="utf-8").split("```\n", 2)
+    steps = [f"cd {project}", *(line for line in commands.splitlines() if not line.startswith("pip "))]
     print(f"Created {project} from template {arguments.template}, package {name}. Read README.md, or run:", file=stdout)
     print(*(f"  {step}" for step in steps), sep="\n", file=stdout)
     return 0
