@@ -111,7 +111,7 @@ class JobAttempts:
         )
         self._farthest_step = max(reached, self._farthest_step if place[0] == self._start[0] else -1)
         self._start = place
-        where = "before its first step" if failure.step is None else f"at step {failure.step}"
+        where = "before its first step" if failure.step is None else f"after step {failure.step}"
         if before is not None and _is_same_failure(before, failure):
             return f"no restart: the task causes the error, not a machine: {failure.event} twice, each time {where}"
         if self._futile_attempts >= _MAX_FUTILE_ATTEMPTS:

@@ -256,7 +256,7 @@ class _HangWatch:
 
     def _record_stacks(self, headline: str) -> None:
         step = self._run.progress.step
-        log_status("failed: ProcessStuck: %s (step %d)", headline, step, error=ProcessStuck(headline))
+        log_status("failed: ProcessStuck: %s (after step %d)", headline, step, error=ProcessStuck(headline))
 
     def _write_log_file(self, name: str, content: bytes, written: list[Path]) -> None:
         """Write a file into the folder of logs, with host and step in its name, and append its path to `written`."""

@@ -210,7 +210,7 @@ def log_failure(error: BaseException, step: int, trainer: Trainer, directory: Pa
         stays: True if the directory is kept.
     """
     first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-    log_status("failed: %s (step %d)", first_line, step, error=error)
+    log_status("failed: %s (after step %d)", first_line, step, error=error)
     if not stays:
         return
     several = f"The tracebacks of all ranks are in {directory / 'logs'}."

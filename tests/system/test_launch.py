@@ -304,7 +304,7 @@ def test_traceback_of_failing_rank_comes_last(time, capsys):
     assert run_log.endswith(first.read_text()[-200:])
     assert main(["runs", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
-    assert (shown["status"], shown["error"]) == ("failed", "KeyError: 'what the user did' (step 1)")
+    assert (shown["status"], shown["error"]) == ("failed", "KeyError: 'what the user did' (after step 1)")
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_repeated_error_ends_job_with_its_traceback_last():
     assert code == 1
     assert len(re.findall(r"restart \d of 9: rank 1 failed: KeyError", output)) == 1
     assert "the task causes the error, not a machine: failed: KeyError" in output
-    assert "twice, each time at step 3\n" in output
+    assert "twice, each time after step 3\n" in output
     assert re.search(
         r"KeyError: 'what the user did in process \d+'\nThis was in step .*\nThe tracebacks of all ranks are in .*\n"
         r"The newest checkpoint is runs/run/checkpoints/step-00000002. Resume with:\n  python job.py error 2 9 .*\n$",

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,14 +76,18 @@ def test_failed_run_logs_traceback_and_list_shows_error(show_runs, capsys):
     assert "Traceback" not in capsys.readouterr().err  # the program that gets the error shows it
     log = Path("runs/line/run.log").read_text()
     assert log.count("Traceback (most recent call last):") == 1
-    assert log.count(" ERROR failed: KeyError: 'nothing' (step 0)\n") == 1
+    assert log.count(" ERROR failed: KeyError: 'nothing' (after step 0)\n") == 1
     assert f'File "{ROOT / "tests/helpers/cli_tasks.py"}", line ' in log
     assert '    return {}["nothing"]\n' in log
     assert log.endswith("KeyError: 'nothing'\nThis was in step 1 (epoch 0, batch_idx 0).\n")
-    assert show_runs().splitlines()[-1].split(maxsplit=7)[1:] == ["failed", *"-----", "KeyError: 'nothing' (step 0)"]
+    assert show_runs().splitlines()[-1].split(maxsplit=7)[1:] == [
+        "failed",
+        *"-----",
+        "KeyError: 'nothing' (after step 0)",
+    ]
     text = re.sub(r"\x1b\[[0-9;]*m", "", show_in_terminal(80))
     assert "runs/line  failed" in text
-    assert "  KeyError: 'nothing' (step 0)" in text
+    assert "  KeyError: 'nothing' (after step 0)" in text
 
 
 def write_newer(name):
@@ -184,6 +189,26 @@ def show_in_terminal(columns, *words):
     os.close(mine)
     assert process.wait() == 0
     return text.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_rows_of_a_sweep_fit_into_a_terminal(columns):
+    fit("--trainer.max_epochs=1")
+    config = Path("runs/line/config.yaml").read_text()
+    names = [f"setting_number_{number}" for number in range(20)]
+    shutil.copytree("runs/line", "runs/other")
+    for run in ("line", "other"):
+        Path(f"runs/{run}/config.yaml").write_text(config + "".join(f"{name}: {run}\n" for name in names))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", show_in_terminal(columns, "--sort=val_loss", "--where=setting_number_9 != x"))
+    head, *rows = (line.split() for line in text.splitlines()[:3])
+    assert max(map(len, text.splitlines()[:3])) <= columns
+    assert [row[0] for row in rows] == ["line", "other"]
+    assert [len(row) for row in rows] == [len(head)] * 2
+    assert {"setting_number_9", "val_loss"} < {*head}
+    left_out = text.partition("need a wider terminal or a pipe: ")[2].replace(",", "").split()
+    assert sorted([*left_out, *(name for name in head if name in names)]) == sorted(names)
+    piped = subprocess.run([*LUMEN, "runs", "--table"], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert {*map(str.upper, names)} < {*piped.stdout.splitlines()[0].split()}
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -122,28 +122,46 @@ def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Seque
     chosen_names += [data.find_full_name(sort.removeprefix("-"), records)] if sort else []
     metrics = {name for record in chosen for name in record["metrics"]}
     no_settings = {*metrics, "name", "status", "step", "epoch"}
-    settings = [
-        *dict.fromkeys([*data.list_differing(chosen), *(name for name in chosen_names if name not in no_settings)])
-    ]
+    asked = [name for name in dict.fromkeys(chosen_names) if name not in no_settings]
+    settings = [*dict.fromkeys([*asked, *data.list_differing(chosen)])]
     monitored = [record["monitor"] for record in chosen if record["monitor"] is not None]
     numbers = [*dict.fromkeys([*(name for name in chosen_names if name in metrics), *monitored])]
     numbers = numbers or sorted(metrics)[:_MAX_METRICS]
-    columns, heads = (["status", *names, "step", *numbers] for names in (settings, data.shorten_names(settings)))
-    rows = [[_format_cell(data.get_value(record, name)) for name in ("name", *columns)] for record in chosen]
-    _print_rows([head if stdout.isatty() else head.upper() for head in ("run", *heads)], rows)
-
-
-def _print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on a terminal, or otherwise one line for each row."""
+    heads = dict(zip(settings, data.shorten_names(settings), strict=True))
+    columns = {
+        name: [heads.get(name, name), *_format_cells([data.get_value(record, name) for record in chosen])]
+        for name in ("name", "status", *settings, "step", *numbers)
+    }
+    columns["name"][0] = "run"
     if not stdout.isatty():
-        print_columns([heads, *([cell or "-" for cell in row] for row in rows)])
+        in_pipe = ([head.upper(), *(cell or "-" for cell in cells)] for head, *cells in columns.values())
+        print_columns([*zip(*in_pipe, strict=True)])
         return
+    console = make_table_console()
+    left_out = _find_columns_too_many(columns, [name for name in settings if name not in asked], console.width)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for number, head in enumerate(heads):
+    shown = [column for name, column in columns.items() if name not in left_out]
+    for number, (head, *_) in enumerate(shown):
         table.add_column(head, overflow="fold", justify="right" if number > 1 else "left")
-    for name, *cells in rows:
+    for name, *cells in zip(*(column[1:] for column in shown), strict=True):
         table.add_row(Text(name, "bold"), *(Text(cell, STYLES.get(cell, "")) for cell in cells))
-    make_table_console().print(table)
+    console.print(table)
+    if left_out:
+        names = ", ".join(heads[name] for name in left_out)
+        console.print(f"These settings differ too, and need a wider terminal or a pipe: {names}", style="dim")
+
+
+def _find_columns_too_many(columns: Mapping[str, Sequence[str]], optional: Sequence[str], width: int) -> list[str]:
+    """Return the optional columns for which a table of a given width has no room. The first optional ones stay."""
+    widths = {name: max(map(len, column)) + 2 for name, column in columns.items()}  # two spaces between columns
+    room = width + 2 - sum(widths[name] for name in columns if name not in optional)
+    left_out = []
+    for name in optional:
+        if widths[name] <= room:
+            room -= widths[name]
+        else:
+            left_out.append(name)
+    return left_out
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
@@ -153,9 +171,18 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
 
 
+def _format_cells(values: Sequence[Any]) -> list[str]:
+    """Return the texts of a column. Classes have the shortest names that differ in the column."""
+    paths = [*dict.fromkeys(value for value in values if data.is_class_path(value))]
+    short = dict(zip(paths, data.shorten_names(paths), strict=True))
+    return [short[value] if value in paths else _format_cell(value) for value in values]
+
+
 def _format_cell(value: Any) -> str:
     if value is data.ABSENT:
         return ""
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return make_printable(",".join(value))
     return format(value, ".6g") if isinstance(value, float) else make_printable("null" if value is None else str(value))
 
 

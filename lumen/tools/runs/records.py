@@ -53,7 +53,8 @@ class Condition(NamedTuple):
         if found is ABSENT:
             return False
         if self.sign in ("==", "!="):
-            return bool(as_comparable(found) == as_comparable(self.value)) == (self.sign == "==")
+            is_named = is_class_path(found) and f".{found}".endswith(f".{self.value}")
+            return (is_named or bool(as_comparable(found) == as_comparable(self.value))) == (self.sign == "==")
         return _is_number(found) and bool(_ORDERS[self.sign](found, self.value))
 
 
@@ -117,24 +118,28 @@ def find_full_name(name: str, records: Sequence[Record]) -> str:
 def get_value(record: Record, name: str) -> Any:
     """Return a field, metric or setting of a run by its full name, or `ABSENT` if the run has none."""
     if name in _RUN_FIELDS:
-        return record[name]
+        return ABSENT if record[name] is None else record[name]
     return record["metrics"].get(name, record["settings"].get(name, ABSENT))
 
 
 def list_differing(records: Sequence[Record]) -> list[str]:
-    """Return the settings with different values in the runs. A setting that some runs lack does not count."""
+    """Return the settings with different values in the runs: `model` first, those of the trainer last.
+
+    Settings that some runs lack, and settings that only choose what a run prints or records, do not count.
+    """
     values: dict[str, set[Any]] = {}
     for record in records:
         for name, value in record["settings"].items():
             values.setdefault(name, set()).add(as_comparable(value))
-    return [name for name, kept in values.items() if len(kept) > 1]
+    found = [name for name, kept in values.items() if len(kept) > 1 and not _RECORDING_SETTINGS.match(name)]
+    return sorted(found, key=lambda name: (name != "model", name.startswith(("trainer.", "seed_everything"))))
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:
-    """Return the shortest unique ending of each name."""
+    """Return the shortest unique ending of each name. An ending does not begin with the number of a list's item."""
     endings = {name: [name.split(".", count)[-1] for count in reversed(range(name.count(".") + 1))] for name in names}
     counts = Counter(end for each in endings.values() for end in each)
-    return [next((end for end in endings[name] if counts[end] == 1), name) for name in names]
+    return [next((end for end in endings[name] if counts[end] == 1 and not end[0].isdigit()), name) for name in names]
 
 
 def _get_sort_key(value: Any, *, descending: bool) -> tuple[Any, ...]:
@@ -151,12 +156,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_class_path(value: Any) -> bool:
+    """Return True if a value looks like the full name of a class: `models.gpt.GPT`."""
+    return isinstance(value, str) and re.fullmatch(r"(?:[^\W\d]\w*\.)+[A-Z]\w*", value) is not None
+
+
 def as_comparable(value: Any) -> Any:
     """Return a hashable key for a value, in which True differs from 1."""
     return value if _is_number(value) else (type(value), repr(value))
 
 
 _IGNORED_SETTINGS = {"trainer.name", "trainer.default_root_dir", "trainer.resume", "trainer.resume_parts"}
+_RECORDING_SETTINGS = re.compile(
+    r"trainer\.(enable_progress_bar|enable_model_summary|log_level|log_format|log_every_n_steps|logger|profiler)\b"
+)
 _TAIL_BYTES = 1 << 20
 
 
@@ -164,7 +177,8 @@ def read_settings(shown: ShownRun) -> dict[str, Any]:
     """Return the settings of a run by their names on the command line; empty if the run recorded none.
 
     Returns:
-        Plain values, such as `model.lr`. A class, such as `model` or `optimizer`, is given by its name.
+        Plain values, such as `model.lr`. A class, such as `model` or `optimizer`, is given by its name, and an item of
+        a list by its class: `trainer.callbacks` is a list of names, and `trainer.callbacks.EMA.decay` a setting.
     """
     local = shown.local_path
     for path in [] if local is None else [local / "config.yaml", local / SCRIPT_FILE]:
@@ -180,7 +194,9 @@ def _flatten_settings(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
         yield above, node["class_path"]
         node = node.get("init_args") or {}
     if isinstance(node, list) and any(isinstance(each, Mapping) for each in node):
-        node = dict(enumerate(node))
+        node = _name_items(node)
+        if not any(name.isdigit() for name in node):
+            yield above, [*node]
     if not isinstance(node, Mapping):
         yield above, node
         return
@@ -188,6 +204,16 @@ def _flatten_settings(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
         name = f"{above}.{key}" if above else str(key)
         if name not in _IGNORED_SETTINGS:
             yield from _flatten_settings(value, name)
+
+
+def _name_items(items: Sequence[Any]) -> dict[str, Any]:
+    """Return the items of a list by the names of their classes, or by their numbers: `EMA`, `EMA-2`, `2`."""
+    named: dict[str, Any] = {}
+    for number, item in enumerate(items):
+        path = item.get("class_path") if isinstance(item, Mapping) else item
+        name = str(path).rpartition(".")[2] if is_class_path(path) else str(number)
+        named[f"{name}-{number + 1}" if name in named else name] = item
+    return named
 
 
 def read_progress(shown: ShownRun) -> dict[str, Any]:

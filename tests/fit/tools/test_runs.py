@@ -74,8 +74,8 @@ def test_status_is_known_at_every_log_level(list_runs, level):
     assert {name: (run["status"], run["error"]) for name, run in found.items()} == {
         "finished": ("finished", None),
         "short": ("finished", None),
-        "failed": ("failed", "KeyError: 'nothing' (step 0)"),
-        "wordy": ("failed", "RuntimeError: what is wrong (step 1)"),
+        "failed": ("failed", "KeyError: 'nothing' (after step 0)"),
+        "wordy": ("failed", "RuntimeError: what is wrong (after step 1)"),
         "stopped": ("stopped", None),
         "at-once": ("stopped", None),
     }
@@ -99,8 +99,8 @@ def test_lumen_errors_and_late_errors_are_logged(list_runs, capsys):
         fit("--trainer.callbacks=ends.Late", "--trainer.name=late")
     found = list_runs()
     assert (found["infinite"]["status"], found["late"]["status"]) == ("failed", "failed")
-    assert found["infinite"]["error"] == f"NonFiniteLoss: {line.removeprefix('error: ')} (step 0)"
-    assert found["late"]["error"] == "OSError: too late (step 9)"
+    assert found["infinite"]["error"] == f"NonFiniteLoss: {line.removeprefix('error: ')} (after step 0)"
+    assert found["late"]["error"] == "OSError: too late (after step 9)"
     assert "in teardown" in Path("runs/late/run.log").read_text()
 
 

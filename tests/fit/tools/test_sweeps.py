@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import yaml
 
 import lumen
 from lumen.cli import main
@@ -168,6 +169,37 @@ def test_table_shows_only_differing_settings(show_runs):
 
 def test_settings_in_conditions_are_shown_as_columns(show_runs):
     assert {row["SAMPLES"] for row in parse_rows(show_runs("--where", "samples = 12")).values()} == {"12"}
+
+
+def test_callbacks_are_columns_by_their_classes(sweep, tmp_path, show_runs):
+    shutil.copytree(sweep / "runs", tmp_path / "runs")
+    averages = {"slow": ["lumen.SWA", "lumen.EMA"], "fast": ["lumen.EMA", "lumen.EMA"]}
+    for name, classes in averages.items():
+        config = tmp_path / "runs" / name / "config.yaml"
+        settings = yaml.safe_load(config.read_text())
+        decays = [{"decay": RATES[name] / (number + 1)} for number in range(2)]
+        settings["trainer"]["callbacks"] = [
+            {"class_path": path, "init_args": decay} for path, decay in zip(classes, decays, strict=True)
+        ]
+        settings["trainer"] |= {"log_level": name, "log_every_n_steps": len(name), "logger": [{"class_path": name}]}
+        config.write_text(yaml.safe_dump(settings))
+    found = {each["name"]: each["settings"] for each in lumen.runs(tmp_path / "runs")}
+    assert found["slow"]["trainer.callbacks"] == ["SWA", "EMA"]
+    assert found["fast"]["trainer.callbacks.EMA.decay"] == 0.01
+    assert found["fast"]["trainer.callbacks.EMA-2.decay"] == 0.005
+    rows = parse_rows(show_runs(tmp_path / "runs", "--sort=EMA.decay", "--where", "model = Line", "--where", "lr < 1"))
+    assert [*rows] == ["slow", "fast"]
+    assert rows["slow"] == rows["slow"] | {"MODEL": "Line", "CALLBACKS": "SWA,EMA", "DECAY": "5e-05"}
+    assert not [head for head in rows["slow"] if head[0].isdigit() or head.startswith("LOG")]
+
+
+def test_items_of_a_list_are_named_in_full(sweep, tmp_path, show_runs):
+    shutil.copytree(sweep / "runs", tmp_path / "runs")
+    for number, name in enumerate(RATES):
+        with (tmp_path / "runs" / name / "config.yaml").open("a") as config:
+            config.write(f"layers: [{{width: 1{number}}}, {{width: {number}}}]\n")
+    (head, *_) = show_runs(tmp_path / "runs", "--table").splitlines()
+    assert {"LAYERS.0.WIDTH", "LAYERS.1.WIDTH"} < {*head.split()}
 
 
 def test_json_is_chosen_and_sorted_too(show_runs):
