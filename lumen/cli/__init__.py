@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import traceback
 
@@ -80,12 +81,14 @@ def _dispatch(args: list[str], *, is_own_command_line: bool) -> int:
 
 def _show_help() -> None:
     registered = commands.list_registered()
-    ours, rest = [*commands.LOOPS, *registered[True]], registered[False]
-    width = max(map(len, commands.LOOPS))
-    lines = {name: f"  {name:{width}}  {commands.get_summary(name)}" for name in (*ours, *rest)}
+    width = min(shutil.get_terminal_size().columns, 100)
+    ours, rest = (
+        commands.format_summaries(names, width) for names in ([*commands.LOOPS, *registered[True]], registered[False])
+    )
     head = "lumen COMMAND --config FILE [--KEY VALUE ...]"
-    end = "lumen COMMAND --help shows the options; with --verbose errors show every frame."
-    print(head, *map(lines.get, ours), "without a config:", *map(lines.get, rest), end, sep="\n", file=stdout)
+    end = "lumen COMMAND --help shows the options and an example.\nWith --verbose, errors show every frame."
+    first = "For a first project that trains, run: lumen init mine"
+    print(head, *ours, "without a config:", *rest, end, first, sep="\n", file=stdout)
 
 
 def _handle_verbose(words: list[str]) -> list[str]:

@@ -31,7 +31,7 @@ from lumen.cli.command_words import (
     refuse_lightning_cli_methods,
     refuse_subcommands,
 )
-from lumen.cli.commands import LOOPS
+from lumen.cli.commands import LOOP_EXAMPLES, LOOPS
 from lumen.cli.config_checks import SettingsChecker
 from lumen.cli.config_layers import Settings, Tree, as_list
 from lumen.cli.help import show_help
@@ -247,11 +247,15 @@ class CLI:
         command, program = self.subcommand, self._program_word
         words = [program] if command is None else [program, command]
         variable = "_".join(["LUMEN", *([f"{command.upper()}_"] if command else []), "TRAINER__MAX_STEPS=9"])
-        order = f"Precedence, highest first: the command line, config files (later files first), {variable}."
+        order = f"Precedence, highest first: command line, config files (later files first), environment ({variable})."
         parser = OptionParser(
             prog=program,
             usage=f"{' '.join(words)} --config FILE [--KEY VALUE ...]",
             description=f"{LOOPS[command]} {order}" if command else order,
+            epilog=f"Example: {self._program or get_script_command(has_commands=False)} {command} "
+            f"{LOOP_EXAMPLES[command]}"
+            if command
+            else None,
             exit_on_error=False,
         )
         self._command_options.add_to(parser, command, schedulers)

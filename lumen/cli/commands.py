@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from textwrap import wrap
 from types import ModuleType
 from typing import NoReturn, final
 
@@ -21,6 +22,11 @@ LOOPS = {
     "predict": "Predict; text is printed.",
 }
 """The commands of every command line, of a script's too; nothing can be registered in their place."""
+LOOP_EXAMPLES = {
+    "fit": "--config mine.yaml --trainer.max_epochs 2",
+    **dict.fromkeys(("validate", "test", "predict"), "--config runs/mine/config.yaml --ckpt_path last"),
+}
+"""The arguments of each of these commands in the example of its help."""
 
 
 @final
@@ -36,11 +42,13 @@ class Command:
             and `options() -> argparse.ArgumentParser`. Lumen imports the module to run the command, or for a shell's
             completion.
         has_config: True if the command takes the options of `lumen fit` too.
+        example: A complete command of at most 69 characters for the help, such as `lumen report runs/mine`.
     """
 
     summary: str
     module: str
     has_config: bool = False
+    example: str | None = None
 
 
 @final
@@ -58,6 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             usage=f"lumen {name} {usage}",
             description=f"{command.summary} {details}",
+            epilog=command.example and f"Example: {command.example}",
             allow_abbrev=False,
         )
         self._name = name
@@ -119,6 +128,16 @@ def get_summary(name: str) -> str:
         return LOOPS.get(name) or load_command(name).summary
     except ConfigError as error:
         return str(error)
+
+
+def format_summaries(names: Iterable[str], width: int) -> list[str]:
+    """Return the lines of a help that list commands, wrapped to the width of a terminal."""
+    head = max(map(len, list_commands())) + 4
+    return [
+        line
+        for name in names
+        for line in wrap(get_summary(name), width, initial_indent=f"  {name}".ljust(head), subsequent_indent=" " * head)
+    ]
 
 
 def find_runner(name: str) -> Callable[[list[str]], int]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, final, get_origin
 
@@ -132,7 +135,10 @@ class SettingsChecker:
         if tree.get("lr_scheduler") and not tree.get("optimizer"):
             self._problems["optimizer",] = "lr_scheduler needs an optimizer. Set optimizer too."
         if not tree.get("model") and "model" not in top.fixed:
-            self._problems["model",] = "no model is configured. Give --config FILE, or --model module.Class."
+            self._problems["model",] = (
+                f"no model is configured. Give --config {_find_config() or 'FILE'}, or --model module.Class. For a "
+                "first project that trains, run: lumen init mine"
+            )
         for key in tree:
             if key not in known:  # Now all arguments of the sections are known.
                 self._report_unknown_section(key, ["config", *sorted(known)])
@@ -390,6 +396,15 @@ def _suggest_options(key: str, heads: Collection[str], options: Iterable[str], *
     if closest := suggest_names(key, heads, form=f"{dashes}{{}}".format):
         return closest
     return suggest_names(key, by_name, cutoff=0.7, form=lambda name: " or ".join(by_name[name]))
+
+
+def _find_config() -> str | None:
+    """Return the first config file in the working directory that configures a model, or None."""
+    for path in sorted(Path().glob("*.yaml")):
+        with suppress(OSError):
+            if re.search("^model:", path.read_text(errors="replace"), re.M):
+                return shlex.quote(str(path))
+    return None
 
 
 def _suggest_callback_option(path: Keys, value: str) -> str:

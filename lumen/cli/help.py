@@ -47,7 +47,7 @@ _FIT_OPTIONS = {"optimizer", "lr_scheduler", *(f"trainer.{name}" for name in (
     "max_epochs", "max_steps", "max_time", "global_batch_size", "gradient_clip_val", "val_check_interval",
     "limit_train_batches", "resume",
 ))}  # fmt: skip
-_CALLBACK_OPTIONS = ("lumen.callbacks", "lumen.integrations.ray", "lumen.tools.report")
+_CALLBACK_OPTIONS = ("lumen.callbacks", "lumen.integrations.ray", "lumen.tools.report", "lumen.trainer.tuner")
 _INDENT = 34
 
 
@@ -100,13 +100,15 @@ def _format_short_help(parser: OptionParser, width: int) -> Iterator[str]:
             yield from _format_option(action.dest, _describe_option(action), width)
     yield from ("", "by name:")
     callbacks = [name for name, home in lumen._HOME.items() if home.startswith(_CALLBACK_OPTIONS) and name[0].isupper()]
-    named = sorted(name for name in callbacks if name != "Callback" and not name.startswith("Base"))
+    named = sorted(name for name in callbacks if name not in ("Callback", "Tuner") and not name.startswith("Base"))
     yield from _format_option("trainer.callbacks", ", ".join(named), width)
     yield from ("", "all others:")
     classes = [f"--{name}.help" for name in ("model", "data", "optimizer", "lr_scheduler") if name in parser.bases]
     yield from _format_option("trainer.help", "All options of the trainer.", width)
     yield from _format_option(" ".join(classes)[2:], "[CLASS]: arguments of CLASS, or of the set class.", width)
     yield from _format_option("help all", "All options.", width)
+    if parser.epilog:
+        yield from ("", parser.epilog)
 
 
 def _format_trainer_help(parser: OptionParser) -> str:

@@ -13,7 +13,11 @@ from lumen.cli.commands import LOOPS, Command, CommandParser, get_parser, get_su
 from lumen.console import stdout
 from lumen.internals.optional_packages import import_optional
 
-COMMAND = Command("Print a script for bash, zsh or fish that completes the command lumen.", __name__)
+COMMAND = Command(
+    "Print a script for bash, zsh or fish that completes the command lumen.",
+    __name__,
+    example="source <(lumen completion bash)",
+)
 _INSTALL = {
     "bash": "mkdir -p ~/.local/share/bash-completion/completions && lumen completion bash > "
     "~/.local/share/bash-completion/completions/lumen    # or source it in ~/.bashrc",

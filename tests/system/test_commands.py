@@ -22,6 +22,7 @@ from tests.helpers.documented_commands import (
     make_home,
     run_command,
     run_in_shell,
+    train,
 )
 
 pytestmark = pytest.mark.usefixtures("program_directory")
@@ -96,6 +97,37 @@ def test_commands_that_start_processes_run(line, tmp_path):
     assert "finished: max_steps=2" in run_in_shell(
         f"{before}{complete_command(line)} {shlex.join([*after, *SHORT['fit']])}"
     )
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("name", list_commands())
+def test_example_in_help_of_a_command_runs(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    example = shown.splitlines()[-1].removeprefix("Example: ")
+    assert re.match(rf"(source <\()?lumen {name}\b", example)
+    assert max(map(len, shown.splitlines())) <= 80
+    make_home(tmp_path)
+    train("mine")
+    if name == "migrate":
+        monkeypatch.chdir(tmp_path / "runs")
+    if name == "verify":  # All comparisons take minutes.
+        example += " --only again"
+    run_command(example)
+
+
+def test_first_command_of_all_helps_makes_a_project_that_trains(tmp_path, monkeypatch, capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert main(["fit"]) == 2
+    (first,) = {text.rpartition(" run: ")[2].strip() for text in (shown.out, capsys.readouterr().err)}
+    run_command(first)
+    monkeypatch.chdir(first.split()[-1])
+    assert main(["fit"]) == 2
+    (option,) = re.findall(r"Give (--config \S+),", capsys.readouterr().err)
+    run_command(f"lumen fit {option}")
 
 
 def test_every_example_shows_its_command():

@@ -48,7 +48,7 @@ def lumen(*words, path, code=0, python=("-m", "lumen")):
 
 
 def test_a_package_adds_a_command(greenlight):
-    assert "\n  energy    Print the energy of a run.\n" in lumen("--help", path=[greenlight])
+    assert "\n  energy      Print the energy of a run.\n" in lumen("--help", path=[greenlight])
     assert lumen("energy", "runs/a", path=[greenlight]) == "runs/a: 3 Wh\n"
     assert "energy" in lumen("completion", "bash", path=[greenlight])
 

@@ -6,4 +6,5 @@ COMMAND = Command(
     "Dry-run a config: check data, first steps, schedules, disk space and run time.",
     "lumen.tools.check.command",
     has_config=True,
+    example="lumen check --config mine.yaml",
 )

@@ -28,9 +28,7 @@ _DESCRIPTION = (
 
 def options() -> CommandParser:
     """Return the parser of the options that `lumen fit` lacks."""
-    parser = CommandParser(
-        "check", COMMAND, "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _DESCRIPTION
-    )
+    parser = CommandParser("check", COMMAND, "--config FILE [--KEY VALUE ...] [--strict] [--json]", _DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--strict", action="store_true", help="Exit with 1 if something is suspicious.")
     parser.add_argument("--samples", type=int, default=1000, metavar="N", help="Largest number of training "

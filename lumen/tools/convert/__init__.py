@@ -3,5 +3,7 @@
 from lumen.cli.commands import Command
 
 COMMAND = Command(
-    "Write the weights of a pickle, such as Lightning's .ckpt, as safetensors.", "lumen.tools.convert.command"
+    "Write the weights of a pickle, such as Lightning's .ckpt, as safetensors.",
+    "lumen.tools.convert.command",
+    example="lumen convert old.ckpt new.safetensors",
 )

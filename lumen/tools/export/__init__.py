@@ -2,4 +2,8 @@
 
 from lumen.cli.commands import Command
 
-COMMAND = Command("Write the weights of a checkpoint as plain safetensors.", "lumen.tools.export.command")
+COMMAND = Command(
+    "Write the weights of a checkpoint as plain safetensors.",
+    "lumen.tools.export.command",
+    example="lumen export runs/mine --output mine.safetensors",
+)

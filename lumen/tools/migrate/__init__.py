@@ -5,4 +5,5 @@ from lumen.cli.commands import Command
 COMMAND = Command(
     "Edit a project that was written for PyTorch Lightning: imports, arguments, hooks, configs.",
     "lumen.tools.migrate.command",
+    example="lumen migrate .",
 )

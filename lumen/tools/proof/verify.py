@@ -34,7 +34,7 @@ from lumen.tools.proof.worker import BuiltTraining
 from lumen.tools.terminal import make_table_console, print_json
 from lumen.trainer.trainer import Trainer
 
-_USAGE = "--config FILE [--KEY VALUE ...] [--steps N] [--compile] [--json] [--against FILE]"
+_USAGE = "--config FILE [--KEY VALUE ...] [--steps N] [--against FILE]"
 _DESCRIPTION = (
     "The command takes the settings of lumen fit. It trains some steps of each variant that this machine allows, in a "
     "temporary directory, and does not change your runs. Exit code: 0 if all is proven, 1 if a promise fails, 2 if "

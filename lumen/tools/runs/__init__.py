@@ -2,4 +2,4 @@
 
 from lumen.cli.commands import Command
 
-COMMAND = Command("List runs and their checkpoints.", "lumen.tools.runs.command")
+COMMAND = Command("List runs and their checkpoints.", "lumen.tools.runs.command", example="lumen runs --sort val_loss")

@@ -72,7 +72,7 @@ ENGINES = {
 def options() -> CommandParser:
     """Return the parser of the command's options."""
     parser = CommandParser(
-        "submit", COMMAND, "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE ...", _DESCRIPTION
+        "submit", COMMAND, "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE", _DESCRIPTION
     )
     parser.add_argument("--on", required=True, choices=ENGINES, help="The engine of the cluster.")
     parser.add_argument("--nodes", type=int, default=1, help="Number of nodes. Default: 1.")

@@ -173,6 +173,18 @@ def test_help_is_short_and_its_options_exist(capsys, monkeypatch):
     assert "--help some: expected nothing or all." in capsys.readouterr().err
 
 
+def test_help_lists_every_public_callback(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    listed = re.search(r"--trainer.callbacks  (.*?)\n\n", capsys.readouterr().out, re.S)[1]
+    classes = {name: found for name in lumen.__all__ if isinstance(found := getattr(lumen, name), type)}
+    callbacks = {name for name, found in classes.items() if issubclass(found, lumen.Callback)}
+    assert {"LearningRateFinder", "BatchSizeFinder"} < callbacks
+    assert {*listed.replace(",", "").split()} == {
+        name for name in callbacks if not name.startswith(("Base", "Callback"))
+    }
+
+
 def test_help_with_unreadable_config_reports_the_reason(capsys):
     for content, said in ((b"\xff", "Save it as UTF-8."), (b"[" * 10_000, "nested more than 100 levels deep (line 1,")):
         Path("bad.yaml").write_bytes(content)

@@ -153,7 +153,11 @@ def test_wrong_value_names_its_last_source(catch_error):
             "'line.yaml' has no key. Write a setting as --key value, a config file as --config FILE.",
         ),
         (["fit", "--config", "line.yaml", "--model.widths", "1", "2"], "'2' has no key"),
-        (["fit"], "no model is configured. Give --config FILE, or --model module.Class."),
+        (
+            ["fit"],
+            "no model is configured. Give --config line.yaml, or --model module.Class. For a first project that "
+            "trains, run: lumen init mine\n",
+        ),
         (["fti"], "lumen has no command fti. Did you mean fit?"),
         (["dance"], "lumen has no command dance. lumen --help lists all commands."),
         (
