@@ -168,8 +168,8 @@ def _format_text(value: Any) -> str:
 
 def _format_number(value: float, digits: int = 6) -> str:
     """Return a number as the script of the page writes it: `1,200.5`, `0.00125`, `9.5e-5`."""
-    rounded = value if value % 1 == 0 else float(f"{value:.{digits}g}")
-    if abs(rounded) < 1e15 and rounded % 1 == 0:
+    rounded = float(value) if float(value).is_integer() else float(f"{value:.{digits}g}")
+    if abs(rounded) < 1e15 and rounded.is_integer():
         return f"{int(rounded):,}"
     return re.sub(r"e\+?(-?)0?", r"e\1", f"{rounded:,.{digits}g}")
 

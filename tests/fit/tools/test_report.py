@@ -196,9 +196,10 @@ def test_empty_run_has_no_script(tmp_path, report):
 
 
 def test_non_finite_values_are_counted(tmp_path, report):
-    rows = "step,epoch,loss\n1,0,nan\n2,0,0.5\n3,0,inf\n4,0,-inf\n5,0,0.25\n"
+    rows = "step,epoch,loss,rising\n1,0,nan,1\n2,0,0.5,2\n3,0,inf,3\n4,0,-inf,4\n5,0,0.25,inf\n"
     page = report(write_run(tmp_path / "a", metrics_csv=rows, system_csv="step,only\n1,nan\n"))
     assert "loss 0.25 0.25 5 0.5 2 5 (3 not finite)" in page.text
+    assert "rising inf 1 1 4 4 5 (1 not finite)" in page.text
     arrays = page.drawn()
     assert any(np.isnan(each).tolist() == [True, False, True, True, False] for each in arrays["y"])
     assert [1, 3, 4] in [each.tolist() for each in arrays["x"]]
