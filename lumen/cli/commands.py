@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +87,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError instead of ending the process."""
+        message = re.sub("^argument (.+): invalid int value: ", r"\1: expected a whole number, found ", message)
         raise ConfigError(f"{message}. Usage: {self.usage}")
 
 

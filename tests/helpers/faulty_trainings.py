@@ -68,7 +68,9 @@ class Scheduled(Classifier):
             "sound": lambda step: min(1.0, (step + 1) / 5),
             "idle": lambda step: max(0.0, 1 - step / 10),
         }.get(self.kind)
-        if factor is None:
+        if self.kind == "own":
+            scheduler = lumen.optim.cosine(optimizer, self.length, warmup=5)
+        elif factor is None:
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.length)
         else:
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -55,6 +55,14 @@ class WithModule(Deep):
         self.net[2] = module
 
 
+class OfWidth(Regression):
+    """Task that takes the number of its inputs from the data module."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.net[0] = nn.Linear(features, 16)
+
+
 class OtherRate(Deep):
     """Task whose rate doubles from step 3 on."""
 
@@ -130,6 +138,8 @@ class Points(lumen.DataModule):
     Args:
         changed: Number of a sample with another target.
     """
+
+    features = FEATURES
 
     def __init__(self, changed: int | None = None):
         super().__init__()

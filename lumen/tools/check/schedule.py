@@ -23,9 +23,10 @@ from lumen.console import format_bytes
 from lumen.data.combined import list_loaders
 from lumen.data.nested import iterate_tensors
 from lumen.errors import ConfigError
+from lumen.optim import Warmup
 from lumen.run.plan import EpochLengths, Plan
 from lumen.run.run import Run
-from lumen.run.scheduler_config import iterate_unfinished, make_horizon
+from lumen.run.scheduler_config import SchedulerConfig, iterate_unfinished, make_horizon
 from lumen.task.hooks import collect_texts
 from lumen.tools.check.data import is_map_style
 from lumen.tools.check.report import CheckReport, format_every, format_rough_duration, shorten_rows
@@ -299,14 +300,21 @@ def _check_curves(report: CheckReport, run: Run, curves: list[list[float]], *, i
         steps = "at the first step" if zero_steps == 1 else f"for the first {zero_steps:,} steps"
         report.add(
             _SECTION, "note" if zero_steps == 1 < len(curves[0]) else "suspicious", "rates.first",
-            f"the learning rate of {groups} is 0 {steps}: no parameter changes",
-            "Start the warm-up above 0, and step it after each optimizer step, as schedules of lumen.optim do."
-            if run.optim.schedulers else "Set lr.",
+            f"the learning rate of {groups} is 0 {steps}: no parameter changes", _advise_on_start(run.optim.schedulers),
         )  # fmt: skip
     idle = next((n for n in (_count_idle_steps(curve) for curve in curves) if n is not None), None)
     if is_complete and idle is not None and not flat:
         text = f"the learning rate is 0 for the last {idle:,} of {len(curves[0]):,} steps"
         report.add(_SECTION, "suspicious", "rates.idle", text)
+
+
+def _advise_on_start(schedulers: Sequence[SchedulerConfig]) -> str:
+    if not schedulers:
+        return "Set lr."
+    warms = any(isinstance(each.scheduler, Warmup) for each in schedulers)
+    how = "start=0.01, or the key warmup_start" if warms else "(step + 1) / n in place of step / n"
+    by_epoch = any(each.interval == "epoch" for each in schedulers)
+    return f"Begin the warm-up above 0: {how}." + (' Or set its interval to "step".' if by_epoch else "")
 
 
 def _count_idle_steps(curve: Sequence[float]) -> int | None:

@@ -98,6 +98,8 @@ def run(words: list[str]) -> int:
 
 def _run_diff(args: Namespace) -> int:
     a, b = Rerun(args.a), Rerun(args.b)
+    a.take_seed(b)
+    b.take_seed(a)
     found = _compare_runs(a, b, args.steps, trains=not args.records)
     if args.json:
         difference = found.difference and {**vars(found.difference), "what": str(found.difference)}
@@ -110,9 +112,8 @@ def _run_diff(args: Namespace) -> int:
 
 def _compare_runs(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings:
     found = Findings()
-    mine, other = (
-        {key: value for key, value in flatten_leaves(each.config) if key not in _IGNORED_SETTINGS} for each in (a, b)
-    )
+    ignored = _IGNORED_SETTINGS | a.filled | b.filled
+    mine, other = ({key: value for key, value in flatten_leaves(each.config) if key not in ignored} for each in (a, b))
     found.configuration = find_differing(mine, other) if mine and other else None
     found.environment, found.metrics = a.compare_environment(b), find_parting(a.metrics, b.metrics)
     begin, found.checkpoint = a.find_common_checkpoints(b)
@@ -204,7 +205,12 @@ def _iterate_trained(found: Findings, steps: tuple[int, int]) -> Iterator[str]:
     if difference is None:
         yield "  both are bitwise identical"
         if found.metrics is not None or found.checkpoint is not None:
-            yield "  no setting explains the different records: the cause is the code, the data or the machine"
+            names, unknown = ", ".join(found.environment), "the code, the data or the machine"
+            yield (
+                f"  the different records come from the environment: {names}"
+                if names
+                else f"  no setting explains the different records: the cause is {unknown}"
+            )
     else:
         yield from _iterate_difference(difference)
     for name, (recorded, now) in found.unlike_record.items():

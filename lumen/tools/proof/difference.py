@@ -76,6 +76,10 @@ def find_first_difference(a: Sequence[StepTrace], b: Sequence[StepTrace]) -> Dif
     Steps that only one record has do not count as different, because one training may have stopped earlier.
     """
     for step, other_step in zip(a, b, strict=False):
+        sizes = [sum(key.kind == "batch" for key in each.events) for each in (step, other_step)]
+        if sizes[0] != sizes[1]:
+            key = Key(-1, "micro-batches", "", 0)
+            return Difference(step.step, key, *map(str, sizes), counts=_count_differences(step, other_step))
         for mine, other in zip_longest(step.events.items(), other_step.events.items()):
             if mine != other:
                 key = other[0] if mine is None or (other is not None and mine[0] in other_step.events) else mine[0]
@@ -125,7 +129,7 @@ def compare_trainings(a: Fit, b: Fit, last: int, *, first: int = 1) -> Differenc
         The first difference, with values and the operator, or None if the trainings are equal.
     """
     found = find_first_difference(record_steps(a, last, first=first), record_steps(b, last, first=first))
-    if found is not None:
+    if found is not None and found.key.kind != "micro-batches":
         settings = {"first": found.step, "operators_at": found.step, "keep": lambda key: key == found.key}
         _measure_difference(found, record_steps(a, found.step, **settings), record_steps(b, found.step, **settings))
     return found

@@ -91,6 +91,7 @@ def digest_generators() -> dict[str, str]:
 
 #: Kinds of recorded entries, roughly in order within a step, and their descriptions with a slot for the place.
 KINDS = {
+    "micro-batches": "the number of micro-batches",
     "initial parameter": "the parameter {} at the start",
     "initial buffer": "the buffer {} at the start",
     "initial optimizer state": "the optimizer's state at the start, {}",

@@ -14,6 +14,7 @@ import torch
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.format.manifest import read_head
+from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.storage import as_path_or_url, is_dir
 from lumen.cli import print_error
 from lumen.cli.command_line import CLI, CheckedCommand
@@ -23,6 +24,7 @@ from lumen.console import logger as _log
 from lumen.data.nested import flatten_leaves
 from lumen.errors import ConfigError, LumenError
 from lumen.loggers.csv import read_rows
+from lumen.tools.proof.recorder import digest_value
 from lumen.tools.runs.find import list_checkpoints
 from lumen.tools.side_effect_callbacks import SIDE_EFFECT_CALLBACKS
 from lumen.trainer.trainer import Trainer
@@ -107,6 +109,7 @@ class Rerun:
         environment: Versions, machine and processes, from `environment.json`.
         checkpoints: Valid checkpoints by step.
         notes: Differences between the repeated and the recorded training, in sentences without a full stop.
+        filled: Names of the settings that a run of this config takes from its data.
 
     Raises:
         ConfigError: The source does not exist, or a file cannot be read.
@@ -118,6 +121,7 @@ class Rerun:
             raise ConfigError(f"there is no {source}. Name the directory of a run, or a config file.")
         self.is_run = path.is_dir()
         self._file = path / "config.yaml" if self.is_run else path
+        self.filled: set[str] = set()
         self.config: dict[str, Any] = self._read_config() if self._file.exists() else {}
         self.metrics: dict[tuple[int, str], str] = {}
         self.environment: dict[str, Any] = {}
@@ -126,14 +130,22 @@ class Rerun:
         if self.is_run:
             self._read_records(path)
         seed = self.config.get("seed_everything")
-        if self.config and (seed is None or seed is True):  # `is`, because 1 == True
+        self._has_seed = seed is not None and seed is not True  # `is`, because 1 == True
+        if self.config and not self._has_seed:
             self.config["seed_everything"] = 0
+
+    def take_seed(self, other: Rerun) -> None:
+        """Use the seed of another run or config if the config has none, as each run draws a different one."""
+        if self.config and other._has_seed and not self._has_seed:
+            self.config["seed_everything"] = other.config["seed_everything"]
+            self._add_note(f"the config has no seed, and takes that of {other.source}")
 
     def _read_config(self) -> dict[str, Any]:
         if (self._file.parent / "environment.json").exists():
             return read_config(str(self._file))
-        # Add all defaults, as in the config of a run.
-        return dict(CheckedCommand(args=["fit", "--config", str(self._file)])._make_config_record())
+        command = CheckedCommand(args=["fit", "--config", str(self._file)])
+        self.filled = {f"model.init_args.{name}" for name in command._links}
+        return command._make_config_record()  # with all defaults, as the config of a run
 
     def _read_records(self, path: Path) -> None:
         metrics, environment = path / "metrics.csv", path / "environment.json"
@@ -166,12 +178,12 @@ class Rerun:
 
         Returns:
             The step of the last equal checkpoint before the first different one, or 0, and the step of the first
-            different one, or None. Checkpoints are compared by the bytes of their files. Checkpoints from different
-            numbers of processes count as different.
+            different one, or None. Checkpoints of the same files are compared by the bytes of these files. Other
+            numbers of processes write other files, whose tensors are read and compared.
         """
         equal = 0
         for step in sorted(self.checkpoints.keys() & other.checkpoints.keys()):
-            if _list_files(self.checkpoints[step]) != _list_files(other.checkpoints[step]):
+            if not _are_equal(self.checkpoints[step], other.checkpoints[step]):
                 return equal, step
             equal = step
         return equal, None
@@ -255,6 +267,18 @@ class Rerun:
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s: %s", self.source, note)
+
+
+def _are_equal(a: PurePath, b: PurePath) -> bool:
+    ours, theirs = _list_files(a), _list_files(b)
+    return ours == theirs if ours.keys() == theirs.keys() else _digest_tensors(a) == _digest_tensors(b)
+
+
+def _digest_tensors(path: PurePath) -> dict[tuple[str, str], str]:
+    sections = ("model", "optimizer")
+    read = Checkpoint.open(path, "sizes", sections=sections)
+    tensors = (((section, name), tensor) for section in sections for name, tensor in read.as_mapping(section).items())
+    return {key: digest_value([tensor]) for key, tensor in tensors}
 
 
 def _list_files(checkpoint: PurePath) -> dict[str, str]:

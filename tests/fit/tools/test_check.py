@@ -82,6 +82,19 @@ def test_a_mistake_is_named_with_what_to_do(check_settings, name, settings):
     assert all(each["advice"] for each in found.findings if each["name"] == name != "warning")
 
 
+@pytest.mark.parametrize(
+    ("kind", "interval", "advice"),
+    [
+        ("own", "step", "start=0.01, or the key warmup_start."),
+        ("warmup", "step", "(step + 1) / n in place of step / n."),
+        ("warmup", "epoch", '(step + 1) / n in place of step / n. Or set its interval to "step".'),
+    ],
+)
+def test_advice_on_warmup_fits_the_schedule(check_settings, kind, interval, advice):
+    found = check_settings(task="Scheduled", model={"kind": kind, "interval": interval})
+    assert found.text("rates.first").endswith(f"Begin the warm-up above 0: {advice}")
+
+
 @pytest.mark.parametrize(("mistake", "told"), [("leaks numbers", "5 of 85"), ("leaks contents", "20 of 100")])
 def test_training_samples_in_validation_are_counted(check_settings, mistake, told):
     found = check_settings(of_data={"mistake": mistake})
@@ -231,3 +244,4 @@ def test_what_it_takes_is_said(capsys):
         main(["check", "--help"])
     assert "lumen check --config FILE" in capsys.readouterr().out
     assert main(["check", "--samples", "few"]) == 2
+    assert "error: --samples: expected a whole number, found 'few'. Usage: lumen check " in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import yaml
 
 from lumen.cli import main
+from tests.helpers import ROOT
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 SAVING = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "keep_last": 9}}
@@ -124,13 +127,24 @@ def test_nondeterminism_is_distinguished_from_settings(run_command, run_diff):
     assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
-def test_differing_records_of_equal_trainings_are_reported(run_command):
-    a, b = fit(), fit()
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({}, "no setting explains the different records: the cause is the code, the data or the machine\n"),
+        ({"processes": 2, "strategy": "DDP"}, "the different records come from the environment: strategy, processes\n"),
+    ],
+    ids=["same environment", "processes"],
+)
+def test_differing_records_of_equal_trainings_are_explained(run_command, change, cause):
+    a, b = (fit("--trainer.global_batch_size=8") for _ in range(2))
     shutil.rmtree(f"{b}/checkpoints")
     change_record(b, 1, "loss", 2.0)
+    environment = Path(b, "environment.json")
+    environment.write_text(json.dumps(json.loads(environment.read_text()) | change))
     code, out = run_command("diff", a, b)
     assert code == 1
     assert "both are bitwise identical" in out
+    assert cause in out
     assert "B does not reproduce its record from step 1 on" in out
     assert "A does not" not in out
 
@@ -148,6 +162,34 @@ def test_two_configs_are_compared_without_a_run(run_diff):
     code, record = run_diff("line.yaml", "line.yaml", "--steps=2")
     assert (code, record["equal"], record["trained"]) == (0, True, [1, 2])
     assert not Path("runs").exists()
+
+
+def test_values_filled_by_a_run_are_no_difference(run_diff):
+    """The run takes an argument from its data, and draws a seed."""
+    model = {"class_path": "tests.helpers.recorded_trainings.OfWidth"}
+    Path("line.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model, "seed_everything": None}))
+    run = fit()
+    config = yaml.safe_load(Path(run, "config.yaml").read_text())
+    assert config["model"]["init_args"]["features"] == 6
+    code, record = run_diff("line.yaml", run, "--steps=2")
+    assert (code, record["configuration"], record["trained"]) == (0, {}, [1, 2])
+
+
+def test_different_global_batch_is_the_first_difference(run_command):
+    code, out = run_command("diff", fit(), fit("--trainer.accumulate_grad_batches=2"))
+    assert code == 1
+    assert "first differs step 1: the number of micro-batches\n    A  1\n    B  2\n" in out
+
+
+@pytest.mark.slow
+def test_checkpoints_of_other_processes_are_compared_by_tensors(run_diff):
+    words = "--model=tests.helpers.tasks.Regression", "--trainer.global_batch_size=16"
+    a, two = fit(*words), ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.name=two"]
+    command = [sys.executable, "-m", "lumen", "fit", "--config", "line.yaml", *words, *two]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    code, record = run_diff(a, "runs/two")
+    assert (code, record["checkpoint"], record["metrics"], record["trained"]) == (1, None, None, None)
+    assert {*record["configuration"]} == {"trainer.devices", "trainer.strategy"}
 
 
 def test_python_runs_are_compared_by_records(tmp_path, run_command, run_diff):
