@@ -1,5 +1,6 @@
-"""`lumen replay` of a run on several processes: one process repeats a step."""
+"""`lumen replay` and `lumen diff` of a run on several processes."""
 
+import json
 import subprocess
 import sys
 
@@ -29,3 +30,18 @@ def test_one_process_replays_micro_batches_of_two(tmp_path, capsys):
     assert out.count("share of the loss") == 3  # of the 7 in the epoch
     assert "more than rounding" not in out
     assert "the step is bitwise identical to the record: loss" in out or ": rounding)" in out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("program_directory")
+def test_checkpoints_of_other_processes_are_compared_by_tensors(tmp_path, capsys):
+    config = CONFIG | {"trainer": CONFIG["trainer"] | {"accumulate_grad_batches": 1}}
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
+    subprocess.run([sys.executable, "-m", "lumen", "fit", "--config", "line.yaml"], check=True, capture_output=True)
+    changes = "--trainer.devices=1", "--trainer.accumulate_grad_batches=2", "--trainer.name=one"
+    assert main(["fit", "--config", "line.yaml", *changes]) == 0
+    capsys.readouterr()
+    assert main(["diff", "runs/one", "runs/line", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["checkpoint"], found["metrics"], found["trained"]) == (None, None, None)
+    assert {*found["configuration"]} == {"trainer.devices", "trainer.accumulate_grad_batches"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from lumen.tools.proof.outcome import Event, Outcome, compare_outcomes, explain_parts, merge_outcomes
+from lumen.tools.proof.outside_calls import OUTSIDE_CALLS, OutsideCall
 from lumen.tools.proof.worker import VariantResult
 
 _UNSEEDED = {
@@ -78,6 +79,7 @@ def _is_set(node: ast.expr) -> bool:
 
 Verdict = Literal["proven", "failed", "not promised", "not shown"]
 UNSEEDED = "unseeded randomness"
+COUPLES = "the loss couples samples"
 _KEYED = "Draw from the global generators of torch, numpy or random, which Lumen seeds."
 _STATE = "Store the state in a buffer (register_buffer), or by on_save_checkpoint and on_load_checkpoint."
 
@@ -201,16 +203,27 @@ def explain_difference(
     ours, theirs = merge_outcomes(reference.outcomes), merge_outcomes(other.outcomes)
     if at is None:
         return explain_values(wrong, ours, theirs)
-    if ours.moved or theirs.moved:
+    if (ours.moved or theirs.moved) and not other.variant.fresh:
         return explain_validation_change(ours if ours.moved else theirs)
     if other.variant.world > 1 and (alone := explain_single_rank(other)):
         return alone
     if at.kind == "built":
         return _explain_build(at, ours, "differs in a second run")
-    if at.kind in ("order", "batch"):
-        return _explain_data(at, reference, other)
     if other.variant.joins:
         return _explain_joined(ours, theirs)
+    writers = [
+        hook for _, hook, name in (*ours.written, *theirs.written)
+        if name == at.name or (at.kind == "module" and _get_module_name(name) == at.name)
+    ]  # fmt: skip
+    if writers:
+        when = f"After step {at.step} the {at.kind} {at.name} differs although the gradients are equal."
+        if at.kind == "module":
+            when = f"In step {at.step + 1} {at.name} computes different values, from an equal input."
+        return DifferenceCause("a hook writes different values", writers[0], when)
+    if calls := find_calls(other.outcome, at):
+        return _explain_calls(at, ours, calls)
+    if at.kind in ("order", "batch"):
+        return _explain_data(at, ours, other)
     if at.kind == "buffer" or (at.kind in ("module", "input") and _is_norm(ours, at.name)):
         return _explain_buffer(at, ours, other)
     if at.kind in ("input", "module", "loss"):
@@ -222,11 +235,58 @@ def explain_difference(
             f"In step {at.step + 1} the gradient of {at.name} differs although all losses are equal. Possible causes: "
             "a nondeterministic backward, a hook on gradients, or a custom backward.",
         )
-    writers = [hook for _, hook, name in (*ours.written, *theirs.written) if name == at.name]
+    after = f"After step {at.step} the {at.kind} {at.name} differs although the gradients are equal"
+    if other.variant.resume is not None:
+        return DifferenceCause(
+            "the update keeps state that is not saved",
+            _format_line(ours, "optimizer", []) or at.name,
+            f"{after}: the optimizer, its schedule or a hook keeps state that checkpoints lack. Keep the state in "
+            "optimizer.state, in the state_dict of the schedule, or in a buffer.",
+        )
+    return DifferenceCause(f"the {at.kind} differs at equal gradients", at.name, f"{after}.")
+
+
+def find_calls(outcome: Outcome, at: Event) -> list[OutsideCall]:
+    """Return the calls for a value from outside, after the last equal event and before the first different one."""
+    place = {event.key: number for number, event in enumerate(outcome.events)}
+    end, keys = place.get(at.key, -1), [event.key for event in merge_outcomes([outcome]).events]
+    if not outcome.calls or end < 0:
+        return []
+    # Losses are recorded after the update, and a module's input after its call.
+    same, left_out = (at.micro, at.name) if at.kind == "module" else None, ("partial", "loss")
+    earlier = [place[key] for key in keys[: keys.index(at.key)] if key[2] not in left_out and key[1::2] != same]
+    begin = max((number for number in earlier if number < end), default=-1)
+    found = [call for call in outcome.calls if begin < call[0] <= end]
+    if not found and at.kind in ("order", "batch"):  # Workers read the data: see what the probe in this process called.
+        found = [call for call in outcome.calls if call[0] == len(outcome.events)]
+    ranks = [*OUTSIDE_CALLS]
+    calls = [OutsideCall(*call[1:]) for call in sorted(found, key=lambda call: ranks.index(call[1]))]
+    return [each for each in dict.fromkeys(calls) if _get_call_kind(each) == _get_call_kind(calls[0])]
+
+
+_OUTSIDE = {
+    **dict.fromkeys(("hash", "id"), ("a value depends on the interpreter", "In each interpreter hash() of a string and "
+                    "id() differ. Use hashlib or zlib.crc32.")),
+    "open": ("a file changes", "No random numbers are drawn there, so a file that the code reads has changed since the "
+             "first run. Read files that no run writes."),
+}  # fmt: skip
+
+
+def _get_call_kind(call: OutsideCall) -> tuple[str, str]:
+    return _OUTSIDE.get(call.builtin, (UNSEEDED, _KEYED))
+
+
+def _explain_calls(at: Event, ours: Outcome, calls: list[OutsideCall]) -> DifferenceCause:
+    kind, advice = _get_call_kind(calls[0])
+    name = f"{at.name} ({ours.classes[at.name]})" if at.name in ours.classes else at.name
+    what = {"order": "the order of samples", "batch": "a batch of the same samples", "loss": "the loss",
+            "module": f"the output of {name}"}.get(at.kind, f"the {at.kind} of {name}")  # fmt: skip
+    step = at.step + (at.kind not in ("parameter", "buffer", "optimizer"))
+    lines = [SuspectLine(each.file, each.line, each.function) for each in calls]
     return DifferenceCause(
-        "a hook writes different values" if writers else f"the {at.kind} differs at equal gradients",
-        writers[0] if writers else at.name,
-        f"After step {at.step} the {at.kind} {at.name} differs although the gradients are equal.",
+        "unseeded sampler" if (kind, at.kind) == (UNSEEDED, "order") else kind,
+        f"{calls[0].file}:{calls[0].line}",
+        f"In step {step} {what} differs in a second run.{_format_suspects(lines)} {advice}",
     )
 
 
@@ -243,10 +303,9 @@ def explain_validation_change(outcome: Outcome) -> DifferenceCause:
     )
 
 
-def _explain_data(at: Event, reference: VariantResult, other: VariantResult) -> DifferenceCause:
-    ours, theirs = merge_outcomes(reference.outcomes), merge_outcomes(other.outcomes)
+def _explain_data(at: Event, ours: Outcome, other: VariantResult) -> DifferenceCause:
     data, sampler = (
-        _find_module_suspects(ours, "dataset", "data"),
+        _find_module_suspects(ours, "dataset", "collate fn", "worker init fn", "data"),
         _find_module_suspects(ours, "sampler", "batch sampler", "data"),
     )
     if changed := _explain_changing_length(ours):
@@ -259,19 +318,22 @@ def _explain_data(at: Event, reference: VariantResult, other: VariantResult) -> 
             f"In step {at.step + 1} the sampler drew different samples.{_format_suspects(sampler)} Draw from torch's "
             "global generator, or keep the generator in an attribute, so that Lumen seeds the generator.",
         )
-    samples, second_samples = ours.probes.get("samples", [[], []]), theirs.probes.get("samples", [])
-    differs_twice = bool(samples) and samples[0] != samples[-1]
-    repeats = not second_samples or second_samples == samples or not other.variant.exact
     same = f"In step {at.step + 1} a batch has the same samples with different contents"
-    if data or (differs_twice and not repeats):
+    if data:
         return DifferenceCause(
             UNSEEDED, _format_line(ours, "dataset", data), f"{same}.{_format_suspects(data)} {_KEYED}"
+        )
+    if other.variant.fresh:
+        return DifferenceCause(
+            "data differs from run to run",
+            _format_line(ours, "dataset", []),
+            f"{same}. Possible causes: a generator that Lumen does not seed, a file that changes, the order of a set.",
         )
     return DifferenceCause(
         "state is kept in a dataset",
         _format_line(ours, "dataset", []),
-        f"{same}: the contents depend on earlier reads of this process. Compute a sample only from its index and "
-        "from values of __init__.",
+        f"{same}: the contents depend on earlier reads of this process, or on the worker. Compute a sample only from "
+        "its index and from values of __init__.",
     )
 
 
@@ -312,7 +374,7 @@ def _explain_joined(ours: Outcome, theirs: Outcome) -> DifferenceCause:
             "the loss is divided by the micro-batch's own count", _format_line(ours, "task", []), found
         )
     return DifferenceCause(
-        "the loss couples samples",
+        COUPLES,
         _format_line(ours, "task", []),
         "The gradient of a batch is not a weighted mean of the gradients of its halves: the loss compares samples with "
         "each other, as contrastive losses do.",
@@ -363,8 +425,9 @@ def _explain_forward(at: Event, ours: Outcome, other: VariantResult, *, exact: b
         return DifferenceCause(
             "state is kept in a module",
             place,
-            f"{first} The module keeps state between steps that is neither a parameter nor a buffer. Processes differ, "
-            f"and checkpoints lack the state. {_STATE}",
+            f"{first} The module keeps state between steps that is neither a parameter nor a buffer"
+            f"{', or uses the rank' if other.variant.world > 1 else ''}. Processes differ, and checkpoints lack the "
+            f"state. {_STATE}",
         )
     return DifferenceCause("a forward differs", place, first)
 
@@ -382,7 +445,9 @@ def _get_module_name(name: str) -> str:
 
 
 def _find_module_suspects(outcome: Outcome, *names: str) -> list[SuspectLine]:
-    return [each for name in names for each in find_suspects(outcome.lines.get(name))]
+    """Return the suspects in the code of some roles. If the run repeats, only a generator may be the cause."""
+    found = [each for name in names for each in find_suspects(outcome.lines.get(name))]
+    return [each for each in found if "Generator" in each.function or not outcome.repeats]
 
 
 def _format_suspects(found: Sequence[SuspectLine]) -> str:

@@ -79,7 +79,7 @@ def find_first_difference(a: Sequence[StepTrace], b: Sequence[StepTrace]) -> Dif
         sizes = [sum(key.kind == "batch" for key in each.events) for each in (step, other_step)]
         if sizes[0] != sizes[1]:
             key = Key(-1, "micro-batches", "", 0)
-            return Difference(step.step, key, *map(str, sizes), counts=_count_differences(step, other_step))
+            return Difference(step.step, key, str(sizes[0]), str(sizes[1]), _count_differences(step, other_step))
         for mine, other in zip_longest(step.events.items(), other_step.events.items()):
             if mine != other:
                 key = other[0] if mine is None or (other is not None and mine[0] in other_step.events) else mine[0]

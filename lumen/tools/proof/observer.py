@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial, wraps
 from itertools import islice
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, final
 
 import torch
@@ -27,6 +27,7 @@ from lumen.random import preserve_generators
 from lumen.task.hooks import HOOKS, is_overridden
 from lumen.task.task_module import TaskModule
 from lumen.tools.proof.outcome import Event, Outcome, count_units, get_loss, measure_tensors
+from lumen.tools.proof.outside_calls import OutsideCall
 from lumen.tools.proof.recorder import (
     describe_samples,
     digest_generators,
@@ -79,6 +80,11 @@ class VariantObserver(Callback):
         name = name if self._event_counts[key] == 1 else f"{name}#{self._event_counts[key]}"
         self._outcome.events.append(Event(self.step, micro, kind, name, *measure_tensors(value)))
 
+    def note_outside_call(self, call: OutsideCall) -> None:
+        """Record a call that may return a different value in each run, and the number of events before the call."""
+        if (noted := (len(self._outcome.events), *call)) not in self._outcome.calls[-8:]:
+            self._outcome.calls.append(noted)
+
     def watch_hooks(self, task: TaskModule, callbacks: list[Callback]) -> None:
         """Record from now on which user hooks write parameters or buffers, and which functions log values.
 
@@ -128,8 +134,9 @@ class VariantObserver(Callback):
         self._outcome.workers = max((getattr(each, "num_workers", 0) for _, each in list_loaders(loader)), default=0)
         self._outcome.probes["lengths"] = [get_length(getattr(loader, "dataset", None))]
         self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
-        parts = [("data", trainer.datamodule)]  # objects of the user that are not modules
+        parts: list[tuple[str, Any]] = [("data", trainer.datamodule)]  # objects of the user that are not modules
         parts += [(name.replace("_", " "), getattr(loader, name, None)) for name in _LOADER_PARTS]
+        parts += [("optimizer", each) for each in trainer.optimizers]
         for name, thing in (*task.named_modules(), *parts):
             if (lines := find_source_lines(thing)) is not None:
                 self._outcome.lines[name or "task"] = lines
@@ -230,12 +237,12 @@ def _digest_tensors(task: TaskModule) -> dict[str, str]:
 _NOT_WATCHED = ("setup", "on_load_checkpoint", "on_save_checkpoint", "on_exception", "teardown")
 _MAX_HASHED_ELEMENTS = 1 << 20
 _SAMPLES, _ORDER, _KEY = 4, 16, 0x5EED
-_LOADER_PARTS = ("dataset", "sampler", "batch_sampler")
+_LOADER_PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
 
 
 def find_source_lines(thing: Any) -> tuple[str, int, int] | None:
-    """Return file, first and last line of a user's class, or None for a library class or one without source."""
-    kind = thing if isinstance(thing, type) else type(thing)
+    """Return file, first and last line of a user's class or function, or None if a library has it or lacks source."""
+    kind = thing if isinstance(thing, type | FunctionType) else type(thing)
     with suppress(OSError, TypeError):
         file = str(inspect.getsourcefile(kind))
         if Frame(file, 0, "").is_in_user_code:  # checked first, since finding the lines of a class is slow
@@ -271,27 +278,26 @@ def _find_source_place(function: Callable[..., Any]) -> str:
 
 
 def probe_dataset(loader: Any) -> dict[str, list[Any]]:
-    """Read a map-style dataset and its sampler twice with the same seeds. Other loaders give an empty dictionary.
+    """Read a map-style dataset once, and its sampler twice with the same seeds. Other loaders give no entries.
 
-    Call this at the end of a run, because reading may change a dataset that keeps state.
+    Reading shows which functions the dataset calls, also if workers read it in the training. Call this at the end of a
+    run, because reading may change a dataset that keeps state.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {}
     with preserve_generators():
         found: dict[str, list[Any]] = {"length": [get_length(loader.dataset)]}
-        found["samples"] = [list(_iterate_sample_digests(loader)) for _ in range(2)]
+        _read_samples(loader)
         found["order"] = [_list_sampler_order(loader) for _ in range(2)]
     return found
 
 
-def _iterate_sample_digests(loader: DataLoader[Any]) -> Iterator[str]:
+def _read_samples(loader: DataLoader[Any]) -> None:
     generators = KeptGenerators({"dataset": loader.dataset})
     for index in range(min(_SAMPLES, get_length(loader.dataset) or 0)):
         generators.seed_function(_KEY)
-        try:
-            yield digest_value(loader.dataset[index])
-        except Exception as error:  # Errors of user code are not reported here.
-            yield type(error).__name__
+        with suppress(Exception):  # Errors of user code are not reported here.
+            loader.dataset[index]
 
 
 def _list_sampler_order(loader: DataLoader[Any]) -> list[str]:

@@ -145,12 +145,15 @@ class Outcome:
         counts: Candidate numbers of units, by place in the batch, for each micro-batch of the first step.
         classes: Class of each module, by name.
         lines: File, first line and last line of user classes, by role: a module's name, `task`, `data`, `dataset`,
-            `sampler` or `batch sampler`.
+            `sampler`, `batch sampler`, `collate fn`, `worker init fn` or `optimizer`.
         written: Steps, hooks and names of the parameters and buffers that user hooks wrote.
         moved: Names of parameters and buffers that a validation changed.
         training: Names of modules in training mode during a validation.
         logged: Function, file and line that first logged each value.
-        probes: Digests of samples and indices of the sampler, each read twice with the same seeds; dataset lengths.
+        calls: Calls of user code that may return different values, only in a new interpreter: the number of events
+            before the call, and the attributes of `OutsideCall`.
+        repeats: True if a second run computed the same, so that no such call is the cause of a difference.
+        probes: Indices of the sampler, read twice with the same seeds; dataset lengths.
         values: The dictionaries that `validate` returned, joined.
         workers: Number of workers of the training loader.
         by_hand: True if the task uses manual optimization, in which each batch is a step.
@@ -167,6 +170,8 @@ class Outcome:
     moved: list[str] = field(default_factory=list)
     training: list[str] = field(default_factory=list)
     logged: dict[str, str] = field(default_factory=dict)
+    calls: list[tuple[int, str, str, int, str]] = field(default_factory=list)
+    repeats: bool = False
     probes: dict[str, list[Any]] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     workers: int = 0

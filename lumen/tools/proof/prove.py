@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import final
 
 import torch
 
 from lumen.tools.proof.causes import (
+    COUPLES,
     DifferenceCause,
     Verdict,
     explain_difference,
@@ -99,6 +101,7 @@ class Prover:
             list[str](),
             0.0,
         )
+        self._again_lock = Lock()
         self._precision: str | None = FP64
         self._tolerance = FLOAT64
 
@@ -164,22 +167,28 @@ class Prover:
             for name in STRATEGIES
             if {"processes", "checkpoints"} & wanted
         }
-        joined, again = Variant("joined", joins=True), Variant("again", exact=True, fresh=True)
+        joined = Variant("joined", joins=True)
         jobs: dict[str, list[Callable[[], ProofRow | list[ProofRow]]]] = {
             "accumulate": [
                 lambda: self._make_row(
-                    "P1", "micro-batches joined in pairs", one, self._run_variant(joined), _STATE_KINDS
+                    "P1",
+                    "micro-batches joined in pairs",
+                    one,
+                    self._run_variant(joined),
+                    _STATE_KINDS,
+                    before=[run.result() for run in multi.values()][:1],
                 )
             ],
             "processes": [partial(self._prove_two_processes, one, run, name) for name, run in multi.items()],
             "compile": [partial(self._prove_compiled, base)] if self._compiles else [],
             "validation": [partial(self._prove_validation_neutral, base)],
-            "again": [lambda: self._make_row("P2", "run again", base, self._run_variant(again), tolerance=0.0)],
+            "again": [lambda: self._make_row("P2", "run again", base, self._again, tolerance=0.0)],
             "workers": [partial(self._prove_workers, base)],
             "kills": [partial(self._prove_resume, base, moment) for moment in MOMENTS],
             "evaluation": [partial(self._prove_evaluations, one)],
             "checkpoints": [
-                partial(self._prove_checkpoint_reader, one, multi.get(writer), reader) for writer, reader in _READERS
+                partial(self._prove_checkpoint_reader, one, multi.get(writer), reader, multi)
+                for writer, reader in _READERS
             ],
         }
         return [job for name, named in jobs.items() if name in {"compile", *wanted} for job in named]
@@ -258,7 +267,13 @@ class Prover:
 
     # ------------------------------------------------------------------ one checkpoint, any reader
 
-    def _prove_checkpoint_reader(self, one: VariantResult, run: Future[VariantResult] | None, reader: Name) -> ProofRow:
+    def _prove_checkpoint_reader(
+        self,
+        one: VariantResult,
+        run: Future[VariantResult] | None,
+        reader: Name,
+        multi: Mapping[str, Future[VariantResult]],
+    ) -> ProofRow:
         written = one if run is None else run.result()
         what = f"{_format_strategy(written.variant.strategy)}'s, read by {_format_strategy(reader)}"
         if written.failure:
@@ -271,33 +286,81 @@ class Prover:
         other = self._run_variant(variant)
         if other.failure:
             return self._make_row("P4", what, one, other)
+        # If two processes do not train like one, the cause is not the checkpoint.
+        before = [each.result() for each in dict.fromkeys((run, multi.get(reader))) if each is not None]
         first = compare_outcomes(written.outcome, other.outcome, 0.0, ("parameter", "optimizer")).at
         if first is not None and first.step == _get_last_save(self.size):
             text = f"the {first.kind} {first.name} differs after the checkpoint was read."
             cause = DifferenceCause("a checkpoint is read with different values", first.name, text)
+            cause = self._find_earlier_cause(one, other) or cause
             return self._announce_row(ProofRow("P4", what, "bits", 1.0, other.seconds, cause))
-        return self._make_row("P4", what, one, other)
+        return self._make_row("P4", what, one, other, before=before)
 
     # ------------------------------------------------------------------ judging
 
     def _make_row(
         self, promise: str, what: str, reference: VariantResult, other: VariantResult, about: Sequence[str] = (),
-        tolerance: float | None = None,
+        tolerance: float | None = None, before: Sequence[VariantResult] = (),
     ) -> ProofRow:  # fmt: skip
         tolerance = self._tolerance if tolerance is None else tolerance
         demands = "bits" if tolerance == 0 else f"{tolerance:g}"
-        if other.failure:
-            return self._announce_row(
-                ProofRow(promise, what, demands, None, other.seconds, explain_failure(other, reference))
+        largest, cause = self._compare(reference, other, about, tolerance)
+        if cause is not None:
+            if other.variant.joins and cause.kind != COUPLES:  # the only cause that is found by exclusion
+                before = ()
+            cause = (
+                self._find_earlier_cause(reference, other, before)
+                or self._compare(reference, other, about, tolerance)[1]
             )
+        return self._announce_row(ProofRow(promise, what, demands, largest, other.seconds, cause))
+
+    def _compare(
+        self, reference: VariantResult, other: VariantResult, about: Sequence[str], tolerance: float
+    ) -> tuple[float | None, DifferenceCause | None]:
+        """Return the largest difference of two runs, None if one failed, and its cause, None if they are equal."""
+        if other.failure:
+            return None, explain_failure(other, reference)
         ours, theirs = merge_outcomes(reference.outcomes), merge_outcomes(other.outcomes)
         found = compare_outcomes(ours, theirs, tolerance, about)
         largest, wrong, rounded = compare_values(ours, theirs, tolerance)
         self._add_rounding_note(rounded)
-        row = ProofRow(promise, what, demands, max(found.largest, largest), other.seconds)
-        if found.at is not None or wrong:
-            row.cause = explain_difference(reference, other, found.at, wrong, exact=tolerance == 0)
-        return self._announce_row(row)
+        largest = max(found.largest, largest)
+        if found.at is None and not wrong:
+            return largest, None
+        return largest, explain_difference(reference, other, found.at, wrong, exact=tolerance == 0)
+
+    @property
+    def _again(self) -> VariantResult:
+        """The base, run again in a new interpreter."""
+        with self._again_lock:
+            if "again" not in self.results:
+                self._run_variant(Variant("again", exact=True, fresh=True))
+            return self.results["again"]
+
+    def _find_earlier_cause(
+        self, reference: VariantResult, other: VariantResult, before: Sequence[VariantResult] = ()
+    ) -> DifferenceCause | None:
+        """Return the cause of a simpler difference from which this one follows, or None.
+
+        A run that is not the same when it is run again differs from all other runs too.
+
+        Args:
+            reference: The result that counts as correct.
+            other: The result that differs.
+            before: Results that must be equal to the reference before `other` can be.
+        """
+        if other.variant.name == "again" or (other.failure and " between rank " not in other.failure["message"]):
+            return None
+        if other.variant.evaluates:
+            evaluated = replace(reference.variant, name=f"{other.variant.name}-again")
+            if self._compare(reference, self._run_variant(evaluated), (), 0.0)[1] is None:
+                return None
+        base, again = self.results["base"], self._again
+        if (cause := self._compare(base, again, (), 0.0)[1]) is not None and not again.failure:
+            return cause
+        reference.outcome.repeats = True
+        found = (self._compare(reference, each, (), self._tolerance)[1] for each in before if not each.failure)
+        return next(filter(None, found), None)
 
     def _add_rounding_note(self, names: Iterable[str]) -> None:
         """Add a note on each logged value that may differ by float32 rounding."""

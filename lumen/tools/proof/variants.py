@@ -71,7 +71,8 @@ class Variant:
         resume: The trainer's `resume`: auto or a checkpoint, or None.
         evaluates: True to evaluate the checkpoint of `resume` instead of training.
         compiles: True to compile the task with torch.compile.
-        fresh: True to start a new interpreter, with a different hash seed for strings.
+        fresh: True to start a new interpreter, with a different hash seed for strings, and to record calls that may
+            give different values in each run.
     """
 
     name: str

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.forkserver import ensure_running
@@ -35,6 +35,7 @@ from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.tools.proof.observer import RowCollector, VariantObserver
 from lumen.tools.proof.outcome import Outcome
+from lumen.tools.proof.outside_calls import watch_outside_calls
 from lumen.tools.proof.variants import Moment, Variant, VariantSize
 from lumen.trainer.trainer import Trainer
 
@@ -195,7 +196,8 @@ def run_variant(
         for number, values in enumerate(trainer.validate(task, data, ckpt_path=variant.resume)):
             outcome.values |= {f"{name}, loader {number}" if number else name: value for name, value in values.items()}
     else:
-        trainer.fit(task, data, configure_optimizers=built.configure_optimizers)
+        with watch_outside_calls(observer.note_outside_call) if variant.fresh else nullcontext():
+            trainer.fit(task, data, configure_optimizers=built.configure_optimizers)
 
 
 def describe_error(error: BaseException) -> dict[str, str]:

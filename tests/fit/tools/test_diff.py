@@ -2,9 +2,7 @@
 
 import io
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 import yaml
 
 from lumen.cli import main
-from tests.helpers import ROOT
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 SAVING = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "keep_last": 9}}
@@ -179,17 +176,6 @@ def test_different_global_batch_is_the_first_difference(run_command):
     code, out = run_command("diff", fit(), fit("--trainer.accumulate_grad_batches=2"))
     assert code == 1
     assert "first differs step 1: the number of micro-batches\n    A  1\n    B  2\n" in out
-
-
-@pytest.mark.slow
-def test_checkpoints_of_other_processes_are_compared_by_tensors(run_diff):
-    words = "--model=tests.helpers.tasks.Regression", "--trainer.global_batch_size=16"
-    a, two = fit(*words), ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.name=two"]
-    command = [sys.executable, "-m", "lumen", "fit", "--config", "line.yaml", *words, *two]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    code, record = run_diff(a, "runs/two")
-    assert (code, record["checkpoint"], record["metrics"], record["trained"]) == (1, None, None, None)
-    assert {*record["configuration"]} == {"trainer.devices", "trainer.strategy"}
 
 
 def test_python_runs_are_compared_by_records(tmp_path, run_command, run_diff):
