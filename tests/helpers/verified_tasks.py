@@ -1,7 +1,9 @@
 """Tasks for `lumen verify`: some keep every promise of Lumen, and others break one each."""
 
 import os
+import random
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -142,6 +144,13 @@ class Counts(nn.Module):
         return x * (1 + self.calls / 100)
 
 
+class Hashes(nn.Module):
+    """Module with a factor from the hash of a string, which differs in each interpreter."""
+
+    def forward(self, x):
+        return x * (1 + hash("a name") % 1000 / 1000)
+
+
 class Unordered(nn.Module):
     """Module that averages numbers in the order of a set of strings, which differs in each interpreter."""
 
@@ -234,6 +243,108 @@ class Replaced(Clean):
         self.net[0] = nn.Linear(FEATURES, 8)
 
 
+class NoisyStep(Clean):
+    """Task that adds noise from the system to its inputs."""
+
+    def error(self, batch):
+        return super().error((batch[0] + os.urandom(1)[0], batch[1]))
+
+
+class TimedLoss(Clean):
+    """Task whose loss depends on the time."""
+
+    def training_step(self, batch):
+        return super().training_step(batch) * (1 + time.time() % 1)
+
+
+class NoisyBackward(torch.autograd.Function):
+    """Function with noise from the system in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 + os.urandom(1)[0])
+
+
+class NoisyGradient(Clean):
+    """Task with noise from the system in the backward of its loss."""
+
+    def error(self, batch):
+        return NoisyBackward.apply(super().error(batch))
+
+
+class NoisyHook(Clean):
+    """Task with a hook that adds noise from the system to gradients."""
+
+    def on_after_backward(self):
+        self.net[0].weight.grad.add_(os.urandom(1)[0])
+
+
+class WritesNoise(Clean):
+    """Task with a hook that adds noise from the system to parameters."""
+
+    def on_step_end(self):
+        with torch.no_grad():
+            self.net[0].weight.mul_(1 + os.urandom(1)[0] / 1000)
+
+
+class Decays(Clean):
+    """Task with a hook that decays parameters at the end of each step, as a hook may."""
+
+    def on_step_end(self):
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.9)
+
+
+class NoisySGD(torch.optim.SGD):
+    """Optimizer with noise from the system in its updates."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.param_groups[0]["params"][0].add_(os.urandom(1)[0])
+        return loss
+
+
+UPDATES = []
+
+
+class CountingSGD(torch.optim.SGD):
+    """Optimizer that counts its updates outside its state."""
+
+    def step(self, closure=None):
+        UPDATES.append(1)
+        self.param_groups[0]["weight_decay"] = len(UPDATES) / 100
+        return super().step(closure)
+
+
+class Updated(Clean):
+    """Task with another optimizer.
+
+    Args:
+        optimizer: Name of a class of this file.
+    """
+
+    def __init__(self, optimizer: str):
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self):
+        return globals()[self.optimizer](self.parameters(), lr=self.lr)
+
+
+class CountsCalls(Clean):
+    """Task whose loss depends on a global counter, and which reads a clock only to measure."""
+
+    def training_step(self, batch):
+        self.began_s = time.time()
+        UPDATES.append(1)
+        return super().training_step(batch) * len(UPDATES)
+
+
 class OnRankZero(lumen.Callback):
     """Callback that decays the weights on one rank alone."""
 
@@ -286,6 +397,36 @@ class Clock(Dataset):
         return self.inputs[index] + time.time() % 1, self.targets[index]
 
 
+SYSTEM = random.SystemRandom()
+
+
+def add_noise(x):
+    """Add noise from the system, outside the class that calls the function."""
+    return x + SYSTEM.random()
+
+
+def collate_with_noise(samples):
+    """Join samples with noise from the system."""
+    inputs, targets = map(torch.stack, zip(*samples, strict=True))
+    return inputs + os.urandom(1)[0], targets
+
+
+class SystemNoise(Clock):
+    """Data set with noise from a generator of the system."""
+
+    def __getitem__(self, index):
+        return add_noise(self.inputs[index]), self.targets[index]
+
+
+class ReadsLog(Clock):
+    """Data set that reads a file, which grows with each sample."""
+
+    def __getitem__(self, index):
+        with Path("reads.log").open("a+") as log:
+            log.write("x")
+            return self.inputs[index] * log.tell(), self.targets[index]
+
+
 class OwnOrder(Sampler):
     """Sampler with an order from a new generator for each pass."""
 
@@ -314,18 +455,28 @@ class OtherData(Data):
     Args:
         dataset: Name of a class of this file.
         sampler: Name of a class of this file.
+        collates: True to join samples with noise, in a data worker.
     """
 
-    def __init__(self, dataset: str | None = None, sampler: str | None = None):
+    def __init__(self, dataset: str | None = None, sampler: str | None = None, *, collates: bool = False):
         super().__init__()
         if dataset is not None:
             self.train = globals()[dataset]()
-        self.sampler = sampler
+        self.sampler, self.collates = sampler, collates
 
     def train_dataloader(self):
+        if self.collates:
+            return DataLoader(self.train, self.batch_size, collate_fn=collate_with_noise, num_workers=1)
         if self.sampler is None:
             return super().train_dataloader()
         return DataLoader(self.train, self.batch_size, sampler=globals()[self.sampler](self.train))
+
+
+class Noisy(OtherData):
+    """Regression data with noise from the system."""
+
+    def __init__(self):
+        super().__init__("SystemNoise")
 
 
 # ---------------------------------------------------------------------- variants in this process

@@ -203,10 +203,11 @@ class VariantObserver(Callback):
         changed = [name for name, code in self._before_validation.items() if after.get(name) != code]
         self._outcome.moved += [name for name in changed if name not in self._outcome.moved]
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Record the parameters and buffers after the step."""
-        self.step = trainer.global_step
-        self._record_state(trainer, task)
+    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record the parameters and buffers after the step, as checkpoints save them: `on_step_end` may write some."""
+        if self.step != trainer.global_step:
+            self.step = trainer.global_step
+            self._record_state(trainer, task)
 
     def _record_state(self, trainer: Trainer, task: TaskModule) -> None:
         for kind, name, tensor in iterate_state(task):

@@ -63,6 +63,10 @@ def test_unused_leftover_gradients_are_no_difference(tmp_path):
     assert verify_resume(tmp_path, Make(verified_tasks.InTurns)) is None
 
 
+def test_hook_that_writes_parameters_resumes_exactly(tmp_path):
+    assert verify_resume(tmp_path, Make(verified_tasks.Decays)) is None
+
+
 def test_sample_mean_is_independent_of_micro_batches(tmp_path):
     assert verify_accumulation(tmp_path, Make(Clean)) is None
 
@@ -178,6 +182,53 @@ def test_dataset_changing_during_run_is_named(tmp_path):
 def test_unkeyed_sampler_is_named_with_line(tmp_path):
     cause = verify_repetition(tmp_path, Make(Clean, partial(OtherData, sampler="OwnOrder")))
     assert (cause.kind, cause.place) == ("unseeded sampler", find_line("OwnOrder", "default_rng()"))
+
+
+# ---------------------------------------------------------------------- one cause for each fault
+
+UNSEEDED, UNSAVED = "unseeded randomness", "the update keeps state that is not saved"
+#: Task and data with a fault; the kind of the cause; class or function, and text of the line that is named.
+FAULTS = {
+    "function of a dataset": (Make(Clean, partial(OtherData, "SystemNoise")), UNSEEDED, "add_noise", "SYSTEM.random()"),
+    "collate function": (Make(Clean, partial(OtherData, collates=True)), UNSEEDED, "collate_with_noise", "os.urandom"),
+    "sampler": (Make(Clean, partial(OtherData, sampler="OwnOrder")), "unseeded sampler", "OwnOrder", "default_rng()"),
+    "file": (Make(Clean, partial(OtherData, "ReadsLog")), "a file changes", "ReadsLog", "open("),
+    "module": (Make(partial(Within, "Entropy")), UNSEEDED, "Entropy", "os.urandom"),
+    "step": (Make(verified_tasks.NoisyStep), UNSEEDED, "NoisyStep", "os.urandom"),
+    "loss": (Make(verified_tasks.TimedLoss), UNSEEDED, "TimedLoss", "time.time()"),
+    "backward": (Make(verified_tasks.NoisyGradient), UNSEEDED, "NoisyBackward", "os.urandom"),
+    "hook on gradients": (Make(verified_tasks.NoisyHook), UNSEEDED, "NoisyHook", "os.urandom"),
+    "hook on parameters": (
+        Make(verified_tasks.WritesNoise), "a hook writes different values", "WritesNoise", "on_step_end",
+    ),
+    "update": (Make(partial(verified_tasks.Updated, "NoisySGD")), UNSEEDED, "NoisySGD", "os.urandom"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "kind", "name", "text"), FAULTS.values(), ids=FAULTS)
+def test_fault_that_differs_when_repeated_is_placed(tmp_path, monkeypatch, make, kind, name, text):
+    monkeypatch.chdir(tmp_path)
+    base = observe(tmp_path, Variant("base", exact=True), make)
+    cause = find_cause(base, observe(tmp_path, Variant("again", exact=True, fresh=True), make))
+    assert cause.kind == kind, cause.text
+    assert find_line(name, text) in cause.place
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "name"),
+    [
+        (Make(partial(verified_tasks.Updated, "CountingSGD")), UNSAVED, "CountingSGD"),
+        (Make(verified_tasks.CountsCalls), "state is kept in a module", "CountsCalls"),
+    ],
+    ids=["update", "global counter"],
+)
+def test_state_lost_in_a_resume_is_placed(tmp_path, make, kind, name):
+    base = observe(tmp_path, Variant("base", exact=True), make)
+    base.outcome.repeats = True  # as the proof knows
+    checkpoint = str(base.folder / NAME / "checkpoints/step-00000002")
+    cause = find_cause(base, observe(tmp_path, Variant("resumed", exact=True, resume=checkpoint), make))
+    assert (cause.kind, cause.verdict) == (kind, "failed"), cause.text
+    assert find_line(name, f"class {name}") in cause.place
 
 
 # ---------------------------------------------------------------------- place of a fault
