@@ -190,7 +190,7 @@ def test_state_lost_by_kills_names_its_module():
         ("Hashes", "a value depends on the interpreter", "The code uses hash(), "),
     ],
 )
-def test_set_order_and_hash_are_found_with_separate_interpreter(module, kind, text):
+def test_order_and_hash_differ_between_interpreters(module, kind, text):
     (row,) = parse_rows(verify("--only", "again", "--json", task="Within", module=module)).values()
     assert (row["verdict"], row["cause"]["kind"]) == ("failed", kind)
     assert text in row["cause"]["text"]
