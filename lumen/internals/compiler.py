@@ -53,6 +53,15 @@ def uncompile(module: nn.Module) -> None:
     del module.__dict__["_compiled_call_impl"]
 
 
+def unwrap_compiled(model: nn.Module) -> None:
+    """Replace the wrappers of `torch.compile(module)` within a model by their modules."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            while child is not None and WRAPPED_NAME in child._modules:
+                child = child._modules[WRAPPED_NAME]
+            setattr(parent, name, child)
+
+
 def limit_versions(max_versions: int) -> AbstractContextManager[Any]:
     """Return a context that limits the compiled versions of a function to `most`, and lets no version be outdated.
 

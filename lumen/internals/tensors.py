@@ -15,7 +15,7 @@ with suppress(ImportError):
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 check_attributes("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
-     "_load_state_dict_pre_hooks", "_load_from_state_dict")  # fmt: skip
+     "_load_state_dict_pre_hooks", "_load_from_state_dict", "_forward_pre_hooks")  # fmt: skip
 check_attributes("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
 check_attributes("Lumen", torch.UntypedStorage, "_cdata")
 check_attributes("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm",
@@ -40,6 +40,17 @@ def get_direct_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def get_direct_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return a module's own buffers that its `state_dict` saves."""
     return {name: b for name, b in module._buffers.items() if is_saved(module, name)}
+
+
+def list_forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that a module calls before its `forward`."""
+    return list(module._forward_pre_hooks.values())
+
+
+def get_pruned_name(hook: Any) -> str:
+    """Return the name of the tensor that a hook of `torch.nn.utils.prune` computes."""
+    name: str = hook._tensor_name
+    return name
 
 
 def is_saved(module: nn.Module, name: str) -> bool:

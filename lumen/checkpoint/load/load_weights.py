@@ -196,12 +196,14 @@ def _apply_renames(checkpoint: Checkpoint, weights: Weights, known: Iterable[str
 
 def _match_without_wrappers(stored: Iterable[str], weights: Weights, known: set[str]) -> dict[str, str]:
     """Return the model's name of each stored name that differs only by the name of a wrapper."""
-    plain = {name: each for name, each in unwrap_names(stored).items() if each != name}
-    if weights.rename or plain.keys() & known or not known & set(plain.values()):
+    by_plain = {plain: name for name, plain in unwrap_names(known).items()}
+    names = {name: by_plain.get(plain, name) for name, plain in unwrap_names(stored).items()}
+    changed = {name: each for name, each in names.items() if each != name}
+    if weights.rename or not changed or changed.keys() & known:
         return {}
-    example = next(iter(plain.items()))
-    _log.info("%s: removed the names of wrappers (DDP, torch.compile), such as %s -> %s", weights.path, *example)
-    return plain
+    example = next(iter(changed.items()))
+    _log.info("%s: names of wrappers (DDP, torch.compile) differ, such as %s -> %s", weights.path, *example)
+    return changed
 
 
 def _matches_any(patterns: Iterable[str], name: str) -> bool:

@@ -60,8 +60,8 @@ _CONVERT_HINT = (
 class Weights:
     r"""Parameters and persistent buffers to begin with, and the mapping of their names to the model's names.
 
-    The prefix of a wrapper (`module.` of DDP, `_orig_mod.` of `torch.compile`) is removed if the model has the rest of
-    the name, unless `rename` is set.
+    The prefix of a wrapper (`module.` of DDP, `_orig_mod.` of `torch.compile`) is removed or added if the model has the
+    name without or with the prefix, unless `rename` is set.
 
     Args:
         path: A checkpoint or run directory (its newest valid checkpoint); a safetensors file; a directory with

@@ -20,10 +20,11 @@ from lumen.tools.export.weights import Exported, export_weights
 from lumen.trainer.logs import LogSettings, log_to_console
 
 _DESCRIPTION = (
-    "The file has the names of the task's state_dict; safetensors.torch.load_file reads the file. A tied tensor is "
-    "written under each of its names. Checksums are verified first, and existing files are not overwritten."
+    "The file has the names of the task's state_dict, without the _orig_mod of compiled modules. Read the file by "
+    "safetensors.torch.load_file. A tied tensor is written under each of its names. Checksums are verified first, and "
+    "existing files are not overwritten."
 )
-FORMATS = ("torch-export", "onnx", "huggingface")
+FORMATS = ("torch-export", "onnx", "huggingface", "peft")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -47,8 +48,11 @@ def options() -> CommandParser:
                         "files and model.safetensors.index.json. Default: one file.")  # fmt: skip
     parser.add_argument("--format", choices=("safetensors", *FORMATS), default="safetensors", help="torch-export: a "
                         "program, FILE.pt2, for torch.export.load. onnx: FILE.onnx. huggingface: a directory that "
-                        "from_pretrained reads. These formats build the model from the run's config and check "
-                        "the output.")  # fmt: skip
+                        "from_pretrained reads. peft: only the adapter, for PeftModel.from_pretrained. These formats "
+                        "build the model from the run's config and check the output.")  # fmt: skip
+    parser.add_argument("--merge", action="store_true", help="Merge adapters (LoRA), weight norm, spectral norm and "
+                        "pruning masks into the weights, for a model without them. Builds the model from the run's "
+                        "config. The format huggingface merges always.")  # fmt: skip
     return parser
 
 
@@ -69,7 +73,7 @@ def run(words: list[str]) -> int:
         "dtype": dtype,
     }
     with log_to_console(LogSettings("INFO")):
-        if arguments.format != "safetensors":
+        if arguments.format != "safetensors" or arguments.merge:
             return _export_model(arguments, source, output, partial(export_weights, source, **settings))
         shard = _parse_bytes(arguments.max_shard_size) if arguments.max_shard_size else None
         exported = export_weights(source, output, **settings, max_shard_bytes=shard)
@@ -84,10 +88,13 @@ def _export_model(arguments: Namespace, source: str, output: Path, weights: Call
 
     if arguments.max_shard_size:
         raise ConfigError(
-            f"--max_shard_size: only for --format safetensors, found {arguments.format}. Leave --max_shard_size out."
+            f"--max_shard_size: only for --format safetensors without --merge, found {arguments.format}. Leave "
+            "--max_shard_size out."
         )
+    if arguments.merge and arguments.format == "peft":
+        raise ConfigError("--format peft writes the adapter, not merged weights. Leave --merge out.")
     check_format(arguments.format, output)
-    checked = write_format(arguments.format, source, output, arguments.module, weights)
+    checked = write_format(arguments.format, source, output, arguments.module, weights, merge=arguments.merge)
     print(f"{output}: {arguments.format}, from {source}; {checked}", file=stdout)
     return 0
 

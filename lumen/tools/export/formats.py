@@ -1,16 +1,18 @@
-"""Other formats of `lumen export`: a torch.export program, ONNX, or a directory for `from_pretrained`.
+"""Other formats of `lumen export`: a torch.export program, ONNX, or directories for transformers and peft.
 
-These formats need the model, not only its tensors. The model is built from the run's config.
+These formats need the model, not only its tensors. The model is built from the run's config. Also safetensors of merged
+weights need the model.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,15 +22,19 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from lumen.checkpoint.format.safetensors_file import write_safetensors
 from lumen.checkpoint.format.storage import make_temporary_path
+from lumen.checkpoint.load.weights_source import SINGLE
 from lumen.cli.command_line import CLI
 from lumen.cli.command_words import find_run_config
 from lumen.data.nested import iterate_tensors, map_leaves, move_batch
 from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.internals.compiler import unwrap_compiled
 from lumen.internals.tensors import EXTRA_STATE
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import is_overridden
 from lumen.task.task_module import TaskModule
+from lumen.tools.export.merge import find_adapted, find_outermost, merge_adapters, merge_parametrizations
 from lumen.tools.terminal import check_output_free
 
 _ON_ONE_CPU = (
@@ -68,7 +74,8 @@ class ExportedModel(NamedTuple):
     def make_call(self) -> ForwardCall:
         """Return example arguments of the part, from `example_input_array` or a batch of the data."""
         example = getattr(self.task, "example_input_array", None)
-        call = _make_call(self.task, self._read_batch() if example is None else example)
+        batch = self._read_batch() if example is None else example
+        call = _make_call(self.task, move_batch(batch, torch.device("cpu"), next(self.task.parameters()).dtype))
         return call if self.part is self.task else _capture_call(self.part, self.task, call)
 
     def _read_batch(self) -> Any:
@@ -85,7 +92,7 @@ class ExportedModel(NamedTuple):
         )
 
 
-_SUFFIXES = {"torch-export": ".pt2", "onnx": ".onnx", "huggingface": ""}
+_SUFFIXES = {"torch-export": ".pt2", "onnx": ".onnx", "huggingface": "", "peft": ""}
 
 
 def check_format(kind: str, output: Path) -> None:
@@ -94,24 +101,28 @@ def check_format(kind: str, output: Path) -> None:
     Raises:
         ConfigError: The output exists or has the wrong suffix, or packages are missing.
     """
-    if output.suffix != _SUFFIXES[kind] and (_SUFFIXES[kind] or output.suffix in (".safetensors", ".pt2", ".onnx")):
-        expected = f"a {_SUFFIXES[kind]} file" if _SUFFIXES[kind] else "a directory"
+    suffix = _SUFFIXES.get(kind, output.suffix)
+    if output.suffix != suffix and (suffix or output.suffix in (".safetensors", ".pt2", ".onnx")):
+        expected = f"a {suffix} file" if suffix else "a directory"
         raise ConfigError(f"--output {output}: --format {kind} writes {expected}. Change --output.")
     check_output_free(output, f"--output {output}")
-    needed = {"onnx": ("onnx", "onnxscript"), "huggingface": ("transformers",)}.get(kind, ())
+    needed = {"onnx": ("onnx", "onnxscript"), "huggingface": ("transformers",), "peft": ("peft",)}.get(kind, ())
     if missing := [name for name in needed if find_spec(name) is None]:
         raise ConfigError(f"--format {kind} needs {' and '.join(missing)}. Run: pip install {' '.join(missing)}")
 
 
-def write_format(kind: str, source: str, output: Path, module: str | None, weights: Callable[[Path], Any]) -> str:
+def write_format(
+    kind: str, source: str, output: Path, module: str | None, weights: Callable[[Path], Any], *, merge: bool
+) -> str:
     """Build the model, load its weights, and write the model.
 
     Args:
-        kind: torch-export, onnx or huggingface.
+        kind: torch-export, onnx, huggingface, peft, or safetensors for merged weights.
         source: The checkpoint or run, from whose config the model is built.
         output: The file or directory to write. The output appears complete or not at all.
         module: Name of the submodule of the task to write, or None for the task.
         weights: Function that writes the tensors of this submodule into a safetensors file.
+        merge: Merge adapters and parametrizations into the weights. The format huggingface merges as needed.
 
     Returns:
         The check that was made, in words.
@@ -128,7 +139,12 @@ def write_format(kind: str, source: str, output: Path, module: str | None, weigh
         written = temporary / output.name
         with torch.no_grad():
             call = model.make_call() if kind in _CALLED else ForwardCall((), {})
-            model.part.to(model.dtype)
+            if merge:
+                model = model._replace(part=merge_adapters(model.part))
+            if merge or kind in _CALLED:  # torch.export warns about the hooks of old parametrizations.
+                merge_parametrizations(model.part)
+            if kind != "huggingface":  # This format merges before it casts.
+                model.part.to(model.dtype)
             checked = _WRITERS[kind](
                 model, ForwardCall(*move_batch(tuple(call), torch.device("cpu"), model.dtype)), written
             )
@@ -143,12 +159,16 @@ def _fill_model(source: str, module: str | None, saved: dict[str, torch.Tensor])
     files = find_run_config(source)
     if not files:
         raise ConfigError(
-            f"--format: {source} has no config.yaml, so Lumen cannot build the model. Give a run with a config.yaml, "
+            f"{source} has no config.yaml, so Lumen cannot build the model. Give a run with a config.yaml, "
             "or load the model in Python with load_from_checkpoint and export it there."
         )
     made = CLI(args=["--config", *files, *_ON_ONE_CPU], run=False, save_config_callback=None)
     task = made.model.eval()
     task.configure_model()
+    unwrap_compiled(task)
+    floating = {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()}
+    if floating == {torch.float64}:
+        task.double()  # A float32 model would round the weights.
     part = task if module is None else task.get_submodule(module)
     try:
         different = [name for names in part.load_state_dict(saved, strict=False) for name in names]
@@ -158,7 +178,6 @@ def _fill_model(source: str, module: str | None, saved: dict[str, torch.Tensor])
         reason = str(error)
     if reason:
         raise CheckpointMismatch(f"the model of {files[0]} does not match the weights in {source}: {reason}")
-    floating = {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()}
     return ExportedModel(task, part, made.datamodule, floating.pop() if len(floating) == 1 else None)
 
 
@@ -243,37 +262,96 @@ def _describe_difference(ours: Any, theirs: Any) -> str:
 
 
 def _write_pretrained(model: ExportedModel, _: ForwardCall, output: Path) -> str:
-    kind = import_module("transformers").PreTrainedModel
-    found = {name: each for name, each in model.part.named_modules() if isinstance(each, kind)}
-    outermost = [name for name in found if sum(f"{name}.".startswith(above and f"{above}.") for above in found) == 1]
-    if len(outermost) != 1:
-        names = f"{', '.join(outermost)}. Choose one by --module" if found else "none"
-        raise ConfigError(f"--format huggingface: expected one model of transformers in the task, found {names}.")
-    chosen: Any = _merge_adapter(model.part, found[outermost[0]])
+    transformers = import_module("transformers")
+    chosen = _choose_only(find_outermost(model.part, transformers.PreTrainedModel), "huggingface")
+    expected = _call_with_dummy(chosen)
+    merge_adapters(model.part)
+    with torch.device("meta"):
+        plain = type(chosen)(chosen.config)
+    if plain.state_dict().keys() != chosen.state_dict().keys():
+        merge_parametrizations(chosen)
+    if different := plain.state_dict().keys() ^ chosen.state_dict().keys():
+        raise ConfigError(
+            f"--format huggingface: {type(chosen).__name__}.from_pretrained builds a different model. Only one of the "
+            f"two models has {', '.join(sorted(different)[:3])}. Export the weights: leave --format out."
+        )
+    with suppress(AttributeError, NotImplementedError):  # Models without embeddings raise these errors.
+        if chosen.get_output_embeddings().weight is not chosen.get_input_embeddings().weight:
+            chosen.config.tie_word_embeddings = False
+    chosen.to(model.dtype)
+    import_module("transformers.utils.logging").disable_progress_bar()
     chosen.save_pretrained(output)
     for owner in (model.task, model.data):
         for value in vars(owner).values() if owner is not None else ():
-            if isinstance(value, import_module("transformers").PreTrainedTokenizerBase):
+            if isinstance(value, transformers.PreTrainedTokenizerBase):
                 value.save_pretrained(output)
-    read = type(chosen).from_pretrained(output, dtype=chosen.dtype).state_dict()
-    if not all(torch.equal(value, read[name]) for name, value in chosen.state_dict().items()):
+    read = type(chosen).from_pretrained(output, dtype=chosen.dtype)
+    values = read.state_dict()
+    if not all(torch.equal(value, values[name]) for name, value in chosen.state_dict().items()):
         raise ConfigError("--format huggingface: from_pretrained reads different values than the model has.")
-    return f"checked: {type(chosen).__name__}.from_pretrained reads bitwise identical values"
+    checked = f"checked: {type(chosen).__name__}.from_pretrained reads bitwise identical values"
+    if expected is None:
+        return checked
+    found = _call_with_dummy(read.float())
+    difference = math.inf if found is None else float((found - expected).abs().max() / expected.abs().max())
+    if difference > (1e-3 if chosen.dtype.itemsize > 2 else 0.1):
+        built = {name: type(module).__name__ for name, module in read.named_modules()}
+        replaced = [name for name, module in chosen.named_modules() if built.get(name) != type(module).__name__]
+        reason = f" It lacks the task's module {replaced[0]}." if replaced else ""
+        raise ConfigError(
+            f"--format huggingface: the outputs of {type(chosen).__name__}.from_pretrained differ from the task's by "
+            f"{difference:.2g} of the largest output.{reason} Export the weights: leave --format out."
+        )
+    return f"{checked}, and its outputs differ from the task's by {difference:.2g} of the largest output"
 
 
-def _merge_adapter(part: nn.Module, chosen: nn.Module) -> nn.Module:
-    """Return a transformers model, with its peft adapter, if any, merged into the weights."""
-    wraps = getattr(sys.modules.get("peft"), "PeftModel", ())
-    for each in part.modules():
-        if isinstance(each, wraps) and chosen in each.modules():
-            if not hasattr(each, "merge_and_unload"):
-                raise ConfigError(
-                    "--format huggingface: the peft adapter cannot be merged into the model. Write only the adapter, "
-                    "by its method save_pretrained."
-                )
-            return each.merge_and_unload()  # type: ignore[no-any-return]
-    return chosen
+def _call_with_dummy(model: Any) -> torch.Tensor | None:
+    """Return the first output of a transformers model for its dummy inputs, or None if the model does not take them."""
+    try:
+        output: torch.Tensor = model(**model.dummy_inputs)[0]
+    except Exception:  # The dummy inputs of most models without text are wrong.
+        return None
+    return output.float()
+
+
+def _write_adapter(model: ExportedModel, _: ForwardCall, output: Path) -> str:
+    peft = import_module("peft")
+    adapted = _choose_only(find_adapted(model.part), "peft")
+    adapted.save_pretrained(output)
+    name = adapted.active_adapter
+    expected = peft.get_peft_model_state_dict(adapted, adapter_name=name)
+    base = adapted.unload() if hasattr(adapted, "unload") else adapted.get_base_model()
+    folder = output if name == "default" else output / name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers.
+        found = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, folder))
+    if found.keys() != expected.keys() or not all(torch.equal(value, found[key]) for key, value in expected.items()):
+        raise ConfigError("--format peft: PeftModel.from_pretrained reads different values than the adapter has.")
+    return f"checked: PeftModel.from_pretrained reads {len(found)} bitwise identical tensors"
+
+
+def _choose_only(found: dict[str, Any], library: str) -> Any:
+    if len(found) == 1:
+        return next(iter(found.values()))
+    kind = {"huggingface": "transformers"}.get(library, library)
+    listed = ", ".join(name.removesuffix(".base_model.model") for name in found)  # with the adapter around a model
+    names = f"{listed}. Choose one by --module" if found else "none. Export the weights: leave --format out"
+    raise ConfigError(f"--format {library}: expected one model of {kind} in the task, found {names}.")
+
+
+def _write_weights(model: ExportedModel, _: ForwardCall, output: Path) -> str:
+    tensors = {name: each for name, each in model.part.state_dict().items() if isinstance(each, torch.Tensor)}
+    if not output.suffix:
+        output.mkdir()
+    write_safetensors(output if output.suffix else output / SINGLE, tensors)
+    return f"{len(tensors)} tensors, with adapters and parametrizations merged into the weights"
 
 
 _CALLED = ("torch-export", "onnx")  # These formats trace a call of the model.
-_WRITERS = {"torch-export": _write_program, "onnx": _write_onnx, "huggingface": _write_pretrained}
+_WRITERS = {
+    "safetensors": _write_weights,
+    "torch-export": _write_program,
+    "onnx": _write_onnx,
+    "huggingface": _write_pretrained,
+    "peft": _write_adapter,
+}

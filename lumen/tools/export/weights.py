@@ -45,6 +45,7 @@ from lumen.checkpoint.load.weights_source import (
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch, ConfigError
+from lumen.internals.compiler import WRAPPED_NAME
 from lumen.tools.terminal import check_output_free
 
 _ONE_FILE = ".safetensors"
@@ -171,8 +172,9 @@ def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
 
 
 def _map_stored_names(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
-    """Return the stored name of each tensor to write, by its name in the output."""
-    stored = {name: name for name in checkpoint.list_tensor_names("model")} | checkpoint.aliases
+    """Return the stored name of each tensor to write, by its name in the output, as in a model without compilation."""
+    saved = {name: name for name in checkpoint.list_tensor_names("model")} | checkpoint.aliases
+    stored = {name.replace(f"{WRAPPED_NAME}.", ""): source for name, source in saved.items()}
     prefix = "" if module is None else f"{module}."
     chosen = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
     if module is not None and not chosen:

@@ -308,8 +308,23 @@ def test_names_lose_the_prefix_of_wrappers(tmp_path, caplog, prefix):
     save_file({f"{prefix}{name}": tensor for name, tensor in own.items()}, path := tmp_path / "ddp.safetensors")
     assert is_equal(begin(tmp_path, path, log_level="INFO"), own)
     (said,) = [record.message for record in caplog.records if "wrappers" in record.message]
-    assert said.startswith(f"{path}: removed the names of wrappers (DDP, torch.compile), such as {prefix}net.")
+    assert said.startswith(f"{path}: names of wrappers (DDP, torch.compile) differ, such as {prefix}net.")
     assert is_equal(begin(tmp_path, lumen.Weights(path, rename={f"^{re.escape(prefix)}": ""})), own)
+
+
+class Compiled(Untrained):
+    """Task with a compiled network."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+def test_plain_names_fit_a_compiled_module(tmp_path):
+    own = make_other_weights()
+    save_file(own, path := tmp_path / "plain.safetensors")
+    begun = begin(tmp_path, path, Compiled())
+    assert is_equal({name.replace("_orig_mod.", ""): tensor for name, tensor in begun.items()}, own)
 
 
 class Wrapping(Untrained):

@@ -52,7 +52,7 @@ def test_the_commands_for_other_formats_run(monkeypatch, tmp_path):
     classes = ["--model=line.Line", "--data=line.Points", "--model.features=4", "--trainer.max_steps=1"]
     assert main(["fit", *classes, "--trainer.name=line"]) == 0
     torch.save({"state_dict": {"model.weight": torch.ones(2)}}, "old.ckpt")
-    for words in (words[1:] for words in COMMANDS if words[0] == "lumen"):
+    for words in (words[1:] for words in COMMANDS if words[0] == "lumen" and "runs/gpt2_finetune" not in words):
         assert main(words) == 0, words
     assert torch.export.load("line.pt2").module()(torch.ones(3, 4)).shape == (3, 1)
     assert load_file("line.safetensors")["layer.weight"].dtype == torch.bfloat16
