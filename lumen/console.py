@@ -121,6 +121,31 @@ class ConsoleHandler(logging.Handler):
         console.print(text, style=style, markup=False, highlight=False)
 
 
+@final
+class LogFile(logging.FileHandler):
+    """Log file of a run. If it cannot be written, as on a full disk, Lumen prints one warning and continues."""
+
+    _is_broken = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print one warning."""
+        if not self._is_broken:
+            self._is_broken = True
+            print(f"warning: cannot write {self.baseFilename}: {sys.exc_info()[1]}", file=stderr)
+
+    def close(self) -> None:
+        """Close the file, and ignore errors."""
+        with suppress(OSError):
+            super().close()
+
+
+def log_to_files(record: logging.LogRecord) -> None:
+    """Write a record of Lumen's logger to the log files of the run, but not to the terminal."""
+    for handler in logger.handlers:
+        if isinstance(handler, LogFile):
+            handler.handle(record)
+
+
 def format_bytes(count: int) -> str:
     """Format a number of bytes: `13.4 MB`."""
     value = float(count)

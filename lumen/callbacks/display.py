@@ -6,7 +6,7 @@ import atexit
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
@@ -39,6 +39,7 @@ class ProgressLine:
         values: Logged values by name.
         costs: Speed and memory, formatted.
         best: Name of a value that is the best so far; shown only in lines that stay on the screen.
+        stays: True if the line is the last picture, which stays on the screen.
     """
 
     head: str
@@ -47,9 +48,17 @@ class ProgressLine:
     values: dict[str, float] = field(default_factory=dict)
     costs: list[str] = field(default_factory=list)
     best: str | None = None
+    stays: bool = False
 
     def __str__(self) -> str:
-        return _SEPARATOR.join(filter(None, [self.head, *self._format_values(self.best), *self.costs, self.tail]))
+        return _SEPARATOR.join(self._list_pieces())
+
+    def wrap(self, width: int) -> str:
+        """Return the line in rows of at most `width` characters, which break between values only."""
+        return "\n  ".join(_wrap_pieces(self._list_pieces(), width - 2))
+
+    def _list_pieces(self) -> list[str]:
+        return [*filter(None, [self.head, *self._format_values(self.best), *self.costs, self.tail])]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.progress_bar import ProgressBar as Bar
@@ -64,8 +73,12 @@ class ProgressLine:
             yield Bar(total=1.0, completed=min(self.fraction, 1.0), width=room)
             yield Text(tail)
         wide = width >= _WIDE_TERMINAL  # The layout depends on the width only, so lines do not jump as numbers change.
-        for pieces in ([*self._format_values(), *self.costs],) if wide else (self._format_values(), self.costs):
-            for text in _wrap_pieces(pieces, width):
+        values = self._format_values(self.best if self.stays else None)
+        for pieces in ([*values, *self.costs],) if wide else (values, self.costs):
+            lines = _wrap_pieces(pieces, width)
+            if len(lines) > _MAX_DETAIL_LINES and not self.stays:
+                lines[_MAX_DETAIL_LINES - 1 :] = [lines[_MAX_DETAIL_LINES - 1] + " …"]
+            for text in lines:
                 yield Text(text, no_wrap=True, overflow="ellipsis")
 
     def to_html(self) -> str:
@@ -106,8 +119,9 @@ class Display(ABC):
         """Update a live picture or print a line, at an interval or after an event."""
         self.draw(board)
 
-    def print_above(self, line: ProgressLine) -> None:
-        """Print a line that stays above a live picture; plain displays do so in `show`."""
+    def keep(self, board: Board) -> None:
+        """Show the board after a validation; a terminal keeps a line of its values above the picture."""
+        self.show(board)
 
     def close(self) -> None:
         """End the display and leave its last picture on the screen."""
@@ -137,7 +151,7 @@ class PlainDisplay(Display):
 
     def show(self, board: Board) -> None:
         """Print the line of the evaluation, or otherwise of training."""
-        _print([*board.values()][-1])
+        terminal.print_values([*board.values()][-1])
 
 
 @final
@@ -177,9 +191,10 @@ class LiveDisplay(Display):
         self._live.refresh()
         self.interval_s = max(self._shortest_interval_s, (perf_counter() - start) / _MAX_DRAWING_SHARE)
 
-    def print_above(self, line: ProgressLine) -> None:
-        """Print a line above the picture."""
-        _print(line)
+    def keep(self, board: Board) -> None:
+        """Print the line of training without its costs above the picture."""
+        self.draw(board)
+        terminal.print_values(replace(board["training"], costs=[], tail="").wrap(terminal.console.width))
 
     def _pause_for_debugger(self) -> None:
         """Remove the picture before a debugger of this process asks for its first command."""
@@ -243,10 +258,6 @@ def choose_display(interval_s: float, plain_interval_s: float) -> Display:
     return LiveDisplay(interval_s) if can_move_cursor else PlainDisplay(plain_interval_s)
 
 
-def _print(line: ProgressLine) -> None:
-    terminal.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
-
-
 def _wrap_pieces(pieces: list[str], width: int) -> list[str]:
     """Join pieces to lines of at most `width` characters, breaking between pieces only."""
     from rich.cells import cell_len
@@ -257,9 +268,7 @@ def _wrap_pieces(pieces: list[str], width: int) -> list[str]:
             lines[-1] = joined
         else:
             lines.append(piece)
-    if len(lines) > _MAX_DETAIL_LINES:
-        lines[_MAX_DETAIL_LINES - 1] += " …"
-    return lines[:_MAX_DETAIL_LINES]
+    return lines
 
 
 def format_number(value: float, digits: int) -> str:

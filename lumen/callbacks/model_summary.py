@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -94,6 +95,8 @@ class Summary(list[Row]):
 class ModelSummary(Callback):
     """Callback that prints a table of the model when `fit` begins, and logs the totals to `run.log`.
 
+    With `log_level="WARNING"` or higher the callback prints nothing.
+
     Args:
         max_depth: Levels of modules to list; 0: the totals only; -1: all.
     """
@@ -106,7 +109,7 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Print the table."""
-        if not trainer.is_global_zero:
+        if not (trainer.is_global_zero and _log.isEnabledFor(logging.INFO)):
             return
         (total, *rows), console = summarize(task, self.max_depth), terminal.console
         if rows and console.is_terminal:

@@ -103,13 +103,14 @@ class ThroughputMonitor(_SystemMonitor):
     | column | |
     |---|---|
     | `time_s` | seconds of training over all resumed parts |
-    | `steps_per_s`, `batches_per_s`, `samples_per_s` | updates, micro-batches, samples; evaluations excluded |
+    | `steps_per_s`, `batches_per_s`, `samples_per_s` | updates, micro-batches, samples, without evaluations |
     | `units_per_s` | weights of the updates, if the task returns weights or defines `batch_weight`: tokens, boxes |
     | `data_wait_share` | share of the time spent waiting for the loader, 0 to 1 |
     | `flop_per_step`, `flop_per_s` | floating-point operations of forward and backward, with `measure_flops` |
     | `mfu` | share of the device's dense peak in the precision of the run, 0 to 1, if the peak is known |
     | `memory_mb` | 10^6 bytes: on CUDA the peak of allocated tensors, otherwise the RAM of the process |
 
+    Speeds leave out the time at a debugger's prompt, and the time in which Ctrl-Z or SIGSTOP stops the process.
     Counts are sums over all processes; `data_wait_share` and `memory_mb` are measured in the first process.
 
     Operations are counted once, during the normal training of the first micro-batch: matrix products, convolutions and
@@ -151,11 +152,11 @@ class ThroughputMonitor(_SystemMonitor):
 
     def on_validation_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Stop the clock."""
-        self._throughput.pause()
+        self._throughput.pause(trainer)
 
     def on_validation_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Start the clock again."""
-        self._throughput.resume()
+        self._throughput.resume(trainer)
 
     def _start_counting(self, trainer: CallbackTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Begin to count operations: the forward of a step's first micro-batch follows."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, ClassVar, final
 
@@ -22,6 +24,7 @@ from lumen.callbacks.display import (
 )
 from lumen.callbacks.early_stopping import BestValueTracker, find_monitor
 from lumen.callbacks.throughput import Throughput, TimeEstimator, measure_memory_mb
+from lumen.console import log_to_files, logger
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
 from lumen.metrics.step_values import HostCopy, is_for_progress_bar
@@ -43,13 +46,14 @@ class ProgressBar(Callback):
     device.
 
     In a terminal, each validation leaves a line above the bar. The line marks the value that a `ModelCheckpoint` (or
-    else an `EarlyStopping`) monitors if it is the best so far.
+    else an `EarlyStopping`) monitors if it is the best so far. The last picture shows the step at which the run ended,
+    also after an error or a signal.
 
     Args:
         refresh_per_second: Refreshes per second in a terminal, > 0; fewer if drawing would take more than 1 % of the
             time. In a notebook, at most 2, each replacing the previous picture.
-        plain_every_s: Without a terminal or notebook: seconds between two lines, >= 0. There is an extra line at the
-            end and after a validation, except if an earlier validation got its line less than this time before.
+        plain_every_s: Seconds between two lines in `run.log`, and in the output without a terminal or notebook, >= 0.
+            There is an extra line after each validation and at the end.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
@@ -76,7 +80,8 @@ class ProgressBar(Callback):
         self._display: Display = NoDisplay()
         self._board: Board = {}
         self._due_at_s = math.inf
-        self._validation_due_at_s = 0.0
+        self._log_due_at_s = perf_counter() + self.plain_every_s
+        self._is_new_validation = False  # True from the end of a validation to the end of its step
         self._throughput = Throughput(_SPEED_WINDOW_S)
         self._training = False
         self._time_left = TimeEstimator()
@@ -99,7 +104,7 @@ class ProgressBar(Callback):
         self._count_steps(trainer, 0, 0)
         self._training = True
         self._began_at_s = perf_counter()
-        self._time_left = TimeEstimator(trainer.global_step)
+        self._time_left.start(trainer)
         self._best = BestValueTracker(find_monitor(trainer))
         self._throughput.start(trainer)
         self._refresh_now(trainer, wait=True)
@@ -121,8 +126,15 @@ class ProgressBar(Callback):
         self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
 
     def on_step_checkpoint(self, trainer: CallbackTrainer, task: TaskModule) -> None:
-        """Show the step if a refresh is due."""
-        if perf_counter() < self._due_at_s or trainer.run.ending.is_last_step:  # `on_train_end` shows the last line.
+        """Show the step if a refresh is due, or if the step had a validation."""
+        if trainer.run.ending.is_last_step:  # `on_train_end` or `on_exception` shows the last line.
+            return
+        if self._is_new_validation:
+            self._is_new_validation = False
+            self._refresh_now(trainer, wait=True)
+            self._show_board(keeps=True)
+            return
+        if perf_counter() < self._due_at_s:
             return
         if self._pending_reading is None:
             self._start_reading(trainer)
@@ -134,9 +146,13 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Show the step at which the run ended."""
         self._refresh_now(trainer, wait=True)
-        line = self._board["training"]
-        line.fraction, line.tail = None, f"took {format_duration(perf_counter() - self._began_at_s)}"
-        self._show_board()
+        self._show_end(self._board["training"], "took", self._began_at_s)
+
+    def _show_end(self, line: ProgressLine, what: str, began_at_s: float) -> None:
+        """Show the last picture, with what happened to the run, and close the display."""
+        line.fraction, line.tail = None, f"{what} {format_duration(perf_counter() - began_at_s)}"
+        line.stays = True
+        self._show_board(is_last=True)
         self._close_display()
 
     def _refresh_now(self, trainer: CallbackTrainer, *, wait: bool = False) -> None:
@@ -159,8 +175,18 @@ class ProgressBar(Callback):
         self._board["training"] = line
         return True
 
-    def _show_board(self) -> None:
-        self._display.show(self._board)
+    def _show_board(self, *, keeps: bool = False, is_last: bool = False) -> None:
+        """Show the board, and write its line to `run.log` if due.
+
+        Args:
+            keeps: True if a terminal keeps a line of this board above its picture.
+            is_last: True if this is the last board.
+        """
+        if (keeps or is_last or perf_counter() >= self._log_due_at_s) and not isinstance(self._display, NoDisplay):
+            line = [*self._board.values()][-1]
+            log_to_files(logger.makeRecord(logger.name, logging.INFO, __file__, 0, "%s", (line,), None))
+            self._log_due_at_s = perf_counter() + self.plain_every_s
+        (self._display.keep if keeps else self._display.show)(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
 
     def _make_progress_line(self, trainer: CallbackTrainer) -> ProgressLine:
@@ -195,10 +221,10 @@ class ProgressBar(Callback):
 
     def on_validation_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Show that an evaluation begins."""
-        self._time_left.pause()
+        self._time_left.pause(trainer)
         if self._training:
             self._refresh_now(trainer)
-        self._throughput.pause()
+        self._throughput.pause(trainer)
         stage = trainer.run.stage
         self._evaluation = _EvaluationProgress(
             _NAMES.get(stage, stage), trainer.run.loaders.count_evaluation_batches(stage)
@@ -227,53 +253,68 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Show the values, or that a prediction is complete."""
-        self._throughput.resume()
-        self._time_left.resume()
-        if trainer.sanity_checking:
+        self._resume_clocks(trainer)
+        if self._training or trainer.sanity_checking:
             del self._board["evaluation"]
             self._display.draw(self._board)
-            return
-        names = _get_evaluation_names(trainer)
-        if self._training:
-            self._epoch_names |= dict.fromkeys(names)
-            del self._board["evaluation"]
-            values = self._get_validation_values(trainer, names)
-            self._refresh_now(trainer, wait=True)
-            self._display.draw(self._board)
-            training = self._board["training"]
-            self._display.print_above(ProgressLine(training.head, values=values, best=training.best))
-            if (now := perf_counter()) >= self._validation_due_at_s:
-                self._due_at_s, self._validation_due_at_s = 0.0, now + self._display.interval_s
+            if self._training:
+                self._note_validation(trainer)
         else:
-            values = {name: trainer.run.values.newest[name] for name in names}
-            self._board["evaluation"] = self._evaluation.make_line(values, over=True)
-            self._show_board()
-            self._close_display()
+            newest = trainer.run.values.newest
+            line = self._evaluation.make_line({name: newest[name] for name in _get_evaluation_names(trainer)})
+            self._board["evaluation"] = line
+            self._show_end(line, "took", self._evaluation.began_at_s)
+
+    def _resume_clocks(self, trainer: CallbackTrainer) -> None:
+        self._throughput.resume(trainer)
+        self._time_left.resume(trainer)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
-    def _get_validation_values(self, trainer: CallbackTrainer, names: list[str]) -> dict[str, float]:
-        """Return the named values and a new value of the monitor; record if the latter is the best so far."""
-        newest, monitor = trainer.run.values.newest, self._best.name
-        if monitor is not None and monitor in trainer.run.values.updated and monitor not in names:
+    def _note_validation(self, trainer: CallbackTrainer) -> None:
+        """Show the values of the validation from here on, and record if the monitored value is the best so far."""
+        names, values, monitor = _get_evaluation_names(trainer), trainer.run.values, self._best.name
+        if monitor is not None and monitor in values.updated and monitor not in names:
             names = [*names, monitor]
-        values = {name: newest[name] for name in names}
-        self._best_step = trainer.global_step if self._best.has_new_best(values) else None
-        return values
+        is_best = self._best.has_new_best({name: values.newest[name] for name in names})
+        self._best_step = trainer.global_step if is_best else None
+        self._epoch_names |= dict.fromkeys(names)
+        self._is_new_validation = True
 
     # ------------------------------------------------------------------ the end
 
     def on_exception(self, trainer: CallbackTrainer, task: TaskModule, exception: BaseException) -> None:
-        """Show the step at which a stopped run ended, and restore the terminal."""
-        if self._training and trainer.run.ending.vote.requested_signal and not trainer.run.log.in_train_step:
-            if self._board.pop("evaluation", None) is not None:
-                self._throughput.resume()
-                self._time_left.resume()
-            self._refresh_now(trainer)
-            self._show_board()
+        """Show the step at which a failed or stopped run ended, and restore the terminal."""
+        what = "failed" if isinstance(exception, Exception) else "stopped"
+        if self._board and not isinstance(self._display, NoDisplay):
+            evaluation = self._board.pop("evaluation", None)
+            if self._training:
+                if evaluation is not None:
+                    self._resume_clocks(trainer)
+                    what += " in the validation"
+                in_step = trainer.run.log.in_train_step
+                self._make_last_line(trainer, has_values=not in_step)
+                what += f" in step {trainer.global_step + 1}" if in_step else ""
+                self._show_end(self._board["training"], f"{what} after", self._began_at_s)
+            else:
+                line = self._board["evaluation"] = self._evaluation.make_line()
+                self._show_end(line, f"{what} after", self._evaluation.began_at_s)
         self._close_display()
+
+    def _make_last_line(self, trainer: CallbackTrainer, *, has_values: bool) -> None:
+        """Put the progress of a run that ends early on the board, without values that are not of its last step.
+
+        Args:
+            trainer: The trainer of the run.
+            has_values: False within a step, whose values replace those of the last complete step.
+        """
+        self._pending_reading, self._step_values = None, {}
+        self._board["training"] = self._make_progress_line(trainer)
+        if has_values:
+            with suppress(Exception):  # A failed device has no values.
+                self._refresh_now(trainer, wait=trainer.world_size == 1)  # Other ranks may never reach a collective.
 
     def teardown(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Restore the terminal."""
@@ -281,6 +322,7 @@ class ProgressBar(Callback):
 
     def _close_display(self) -> None:
         self._display.close()
+        self._board.clear()
         self._training = False
         self._due_at_s = math.inf
 
@@ -303,11 +345,10 @@ class _EvaluationProgress:
         self.done = 0
         self.began_at_s = perf_counter()
 
-    def make_line(self, values: dict[str, float] | None = None, *, over: bool = False) -> ProgressLine:
+    def make_line(self, values: dict[str, float] | None = None) -> ProgressLine:
         """Return the line that shows the evaluation."""
-        seconds = perf_counter() - self.began_at_s
-        fraction, tail = None, f"took {format_duration(seconds)}" if over else ""
-        if self.total and not over:
+        seconds, fraction, tail = perf_counter() - self.began_at_s, None, ""
+        if self.total:
             fraction = self.done / self.total
             left_s = (self.total - self.done) * seconds / self.done if self.done else None
             tail = "" if left_s is None else f"{format_duration(math.ceil(left_s))} left"

@@ -48,13 +48,13 @@ class Throughput:
         """Start the measurement."""
         self._marks = deque([self._read_counters(trainer)])
 
-    def pause(self) -> None:
+    def pause(self, trainer: CallbackTrainer) -> None:
         """Stop the clock when an evaluation begins."""
-        self._paused_at_s = perf_counter()
+        self._paused_at_s = _read_clock(trainer)
 
-    def resume(self) -> None:
+    def resume(self, trainer: CallbackTrainer) -> None:
         """Start the clock again after an evaluation."""
-        self._paused_s += perf_counter() - self._paused_at_s
+        self._paused_s += _read_clock(trainer) - self._paused_at_s
 
     def measure(self, trainer: CallbackTrainer) -> Rates:
         """Return the speed up to now; call after `start` and not during a pause."""
@@ -70,7 +70,12 @@ class Throughput:
         """Return the time without pauses, and the counters in the order of `Rates`."""
         progress, counters = trainer.progress, trainer.run.step.counters
         counted = progress.step, progress.micro_batches, counters.samples, progress.units, counters.waited_s
-        return perf_counter() - self._paused_s, *counted
+        return _read_clock(trainer) - self._paused_s, *counted
+
+
+def _read_clock(trainer: CallbackTrainer) -> float:
+    """Return the time in seconds, without the time in which a debugger or a signal held the process."""
+    return perf_counter() - trainer.run.step.counters.held_s
 
 
 def measure_memory_mb(device: torch.device) -> float:
@@ -90,26 +95,27 @@ class TimeEstimator:
     """Estimator of a run's remaining time, from the mean time of its steps and the time of its newest validation.
 
     Validations are timed separately: otherwise the mean time of a step would include the last validation.
-
-    Args:
-        step: The step at which training begins.
     """
 
-    def __init__(self, step: int = 0) -> None:
-        self._started_at = perf_counter(), step
+    def __init__(self) -> None:
         self._has_rate = False
         self._evaluated_s = 0.0  # seconds of validations since the start
         self._newest_s = 0.0  # seconds of the newest validation
         self._paused_at_s: float | None = None
 
-    def pause(self) -> None:
-        """Record the beginning of a validation."""
-        self._paused_at_s = perf_counter()
+    def start(self, trainer: CallbackTrainer) -> None:
+        """Begin to measure when training begins."""
+        self._started_at = _read_clock(trainer), trainer.global_step
+        self._evaluated_s = self._newest_s = 0.0
 
-    def resume(self) -> None:
+    def pause(self, trainer: CallbackTrainer) -> None:
+        """Record the beginning of a validation."""
+        self._paused_at_s = _read_clock(trainer)
+
+    def resume(self, trainer: CallbackTrainer) -> None:
         """Note that a validation ends."""
         if self._paused_at_s is not None:
-            self._newest_s = perf_counter() - self._paused_at_s
+            self._newest_s = _read_clock(trainer) - self._paused_at_s
             self._evaluated_s += self._newest_s
             self._paused_at_s = None
 
@@ -120,7 +126,7 @@ class TimeEstimator:
             trainer: The trainer, with its step and its planned validations.
             total_steps: Number of steps of the run, including the completed ones; None: unknown.
         """
-        now, step = perf_counter() if self._paused_at_s is None else self._paused_at_s, trainer.global_step
+        now, step = _read_clock(trainer) if self._paused_at_s is None else self._paused_at_s, trainer.global_step
         began_at_s, began_step = self._started_at
         trained_s = now - began_at_s - self._evaluated_s
         if step > began_step and not self._has_rate:  # Leave out the first step: it compiles and starts workers.

@@ -7,6 +7,7 @@ import linecache
 import os
 import re
 import sysconfig
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -165,15 +166,20 @@ class ProcessLocation:
         """True if a debugger or another tracing tool is attached to the process."""
         return self.state == "traced" or any(_DEBUGGER_FILE.search(frame.file) for frame in self.frames)
 
-    def describe(self) -> str:
-        """Describe the process with all its stacks."""
+    def describe(self, *, all_threads: bool = True) -> str:
+        """Describe the process with its stacks.
+
+        Args:
+            all_threads: True for the stacks of all threads as faulthandler writes them; False for the main thread's
+                stack only, in the form of a traceback.
+        """
         if self.state.startswith("elsewhere"):
             return f"rank {self.rank} runs {self.state}: see the output there"
         if self.state == "ended":
             return f"rank {self.rank} has ended"
-        texts = [f"rank {self.rank} (pid {self.pid}) is here:\n{self.stacks or _describe_silence(self.state)}"]
+        texts = [f"rank {self.rank} (pid {self.pid}) is here:\n{_format_stacks(self, all_threads=all_threads)}"]
         for worker in self.workers:
-            stacks = worker.stacks or _describe_silence(worker.state)
+            stacks = _format_stacks(worker, all_threads=all_threads)
             texts.append(f"rank {self.rank}, process {worker.pid}, a data worker:\n{stacks}")
         return "\n".join(texts)
 
@@ -216,8 +222,11 @@ class ProcessLocation:
         return next((frame for frame in self.frames if frame.is_in_lumen or frame.is_in_user_code), "an unknown place")
 
 
-def _describe_silence(state: str) -> str:
-    return "(the process is stopped)" if state == "stopped" else "(the process does not answer)"
+def _format_stacks(process: ProcessLocation | DataWorker, *, all_threads: bool) -> str:
+    if not process.stacks:
+        return "(the process is stopped)" if process.state == "stopped" else "(the process does not answer)"
+    frames = [(frame.file, frame.line, frame.function, None) for frame in reversed(parse_frames(process.stacks))]
+    return process.stacks if all_threads or not frames else "".join(traceback.format_list(frames)).rstrip()
 
 
 def describe_stuck_ranks(places: Sequence[ProcessLocation]) -> str:

@@ -36,11 +36,17 @@ class Counters:
         samples: Training samples, of all processes.
         waited_s: Seconds that this process has waited for training data.
         counts_units: True if the task weighs its micro-batches, by tokens or boxes. Then speeds are in these units.
+        held_s: Seconds in which a debugger's prompt or a stop signal (Ctrl-Z, SIGSTOP) held this process.
     """
 
     samples: int = 0
     waited_s: float = 0.0
     counts_units: bool = False
+    held_s: float = 0.0
+
+    def note_held(self, seconds: float) -> None:
+        """Note the seconds in which a debugger's prompt or a stop signal held this process."""
+        self.held_s += seconds
 
 
 @final

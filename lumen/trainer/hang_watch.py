@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
+from lumen.callbacks import ProgressBar
 from lumen.checkpoint import CheckpointSaver
 from lumen.console import in_notebook, logger as _log, stderr
 from lumen.distributed.process_location import (
@@ -26,7 +27,6 @@ from lumen.distributed.process_location import (
     describe_unmatched_ranks,
     is_prompt,
 )
-from lumen.distributed.processes import Processes
 from lumen.distributed.stack_dump import (
     SINGLE_SIGNAL,
     CollectivesBegun,
@@ -64,6 +64,7 @@ _CALL_EQUALLY_OFTEN = (
     "batch_idx counts the batches of all ranks, and one rank may have a batch more. Log values with self.log, which "
     "needs no collective, or call collectives in hooks such as on_validation_epoch_end."
 )
+_MIN_HELD_S, _MAX_HELD_SHARE = 1.0, 0.1  # a process that a signal holds is late and uses no CPU time
 _UNMATCHED_AFTER_S = 3.0  # shorter waits are not checked for unmatched collectives
 
 
@@ -116,11 +117,14 @@ class _HangWatch:
         used_share = 0.0  # Fraction of the limit, which differs between a slow disk and a collective after it.
         period_s = min(_LONGEST_PERIOD_S, min(processes.timeout_s, processes.startup_timeout_s) / _POLLS_PER_LIMIT)
         while True:
-            before_s = time.monotonic()
+            before_s, cpu_s = time.monotonic(), time.process_time()
             if self._over.wait(period_s):
                 return
+            passed_s, used_s = time.monotonic() - before_s, time.process_time() - cpu_s
+            if passed_s > period_s + _MIN_HELD_S and used_s < _MAX_HELD_SHARE * passed_s and not self._is_prompting:
+                self._run.step.counters.note_held(passed_s - period_s)
             if self._stacks is not None and (why := self._stacks.end_reason) is not None:
-                call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_stacks, why))
+                call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_end, why))
                 self._exit_process()
             if vote.polls != polls:
                 if is_in_step or self._is_past_first_step:  # the time of the start does not predict later times
@@ -128,11 +132,11 @@ class _HangWatch:
                 polls, idle_s, used_share, patience, warned = vote.polls, 0.0, 0.0, 1, False
                 continue
             # limited, so that the time in which this process was suspended does not count
-            passed_s = min(time.monotonic() - before_s, 2 * period_s)
-            is_in_step, limit_s, is_prompting = self._get_limit()
-            if is_prompting:
+            passed_s = min(passed_s, 2 * period_s)
+            if self._is_prompting:
                 idle_s, used_share, warned = 0.0, 0.0, False
                 continue
+            is_in_step, limit_s = self._get_limit()
             limit_s *= patience
             idle_s += passed_s
             used_share += passed_s / limit_s
@@ -146,10 +150,11 @@ class _HangWatch:
                 patience, idle_s, used_share, warned = 2 * patience, 0.0, 0.0, True
             elif used_share > 0.5 and not warned:
                 warned = True
+                place = self._locate_this_process()
+                activity = place.describe_activity(is_alone=self._processes.world_size == 1)
                 self._print_warning(
-                    f"rank {self._processes.rank} has done no step and no batch for {idle_s:.3g} s; Lumen ends "
-                    f"the job after {limit_s:.3g} s. If you expect this, set a longer timeout_s.\n"
-                    + self._locate_this_process().describe()
+                    f"no step and no batch was done for {idle_s:.3g} s: rank {place.rank} {activity}. Lumen ends the "
+                    f"job after {limit_s:.3g} s. If you expect this, set a longer timeout_s."
                 )
 
     def _find_unmatched_ranks(self, idle_s: float) -> tuple[int, int] | None:
@@ -175,20 +180,25 @@ class _HangWatch:
         lines = [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in codes]
         return ProcessLocation(self._processes.rank, os.getpid(), "runs", "\n".join(lines)).waits_for_collective
 
-    def _get_limit(self) -> tuple[bool, float, bool]:
-        """Return whether the run is in a step, its time limit in seconds, and whether a debugger prompts."""
+    @property
+    def _is_prompting(self) -> bool:
+        """True if a debugger waits for a command in the watched thread."""
+        return any(is_prompt(frame.f_code) for frame in self._iterate_frames())
+
+    def _get_limit(self) -> tuple[bool, float]:
+        """Return whether the run is in a step, and its time limit in seconds."""
         processes, codes = self._processes, [frame.f_code for frame in self._iterate_frames()]
-        in_step, is_prompting = not _STEPS.isdisjoint(codes), any(map(is_prompt, codes))
+        in_step = not _STEPS.isdisjoint(codes)
         files = [code.co_filename for code in codes]
         waits = any(file.startswith(_COLLECTIVES) for file in files) and _SAVES not in files  # a disk may be slow
         if not self._is_past_first_step:
-            return in_step, processes.startup_timeout_s, is_prompting
+            return in_step, processes.startup_timeout_s
         is_together = self._is_fit and (in_step or waits)
         floor_s = processes.timeout_s if is_together else max(processes.startup_timeout_s, processes.timeout_s)
         limit_s = max(floor_s, _PERIOD_FACTOR * self._longest_s[in_step])
         if is_together:
             processes.extend_timeout(limit_s)
-        return in_step, limit_s, is_prompting
+        return in_step, limit_s
 
     @property
     def _is_past_first_step(self) -> bool:
@@ -227,10 +237,11 @@ class _HangWatch:
                 self._print_warning(f"{headline}. Lumen does not end an interactive or debugged run.")
             return
         text, written = "\n".join([headline + ".", *(place.describe() for place in places)]), list[Path]()
+        shown = "\n".join(place.describe(all_threads=False) for place in places)
         call_with_timeout(_REPORT_TIMEOUT_S, lambda: self._write_log_file("stacks.txt", f"{text}\n".encode(), written))
-        where = f"The stacks are in {written[0]}. " if written else ""
-        report = f"error: {text}\n{where}{advice}\nerror: {headline}."
-        call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_stacks, headline))
+        where = f"The stacks of all threads are in {written[0]}. " if written else ""
+        report = f"{shown}\n{where}{advice}\nerror: {headline}."
+        call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_end, headline))
         if not report_error(ProcessStuck(headline), report):
             call_with_timeout(_REPORT_TIMEOUT_S, partial(print, report, file=stderr, flush=True))
         if self._stacks is not None:
@@ -254,9 +265,13 @@ class _HangWatch:
                         self._write_log_file(f"collectives-{recorder}-rank{self._processes.rank}.json", recorded, [])
         os._exit(HUNG)
 
-    def _record_stacks(self, headline: str) -> None:
-        step = self._run.progress.step
-        log_status("failed: ProcessStuck: %s (after step %d)", headline, step, error=ProcessStuck(headline))
+    def _record_end(self, headline: str) -> None:
+        """Log the failure, and let the progress bar show the last step and leave the terminal."""
+        step, error = self._run.progress.step, ProcessStuck(headline)
+        log_status("failed: ProcessStuck: %s (after step %d)", headline, step, error=error)
+        for callback, on_exception in self._run.hooks.list_callback_hooks("on_exception"):
+            if isinstance(callback, ProgressBar):
+                on_exception(error)
 
     def _write_log_file(self, name: str, content: bytes, written: list[Path]) -> None:
         """Write a file into the folder of logs, with host and step in its name, and append its path to `written`."""
@@ -273,18 +288,16 @@ class _HangWatch:
 
 
 @contextmanager
-def debug_one_rank(processes: Processes) -> Iterator[None]:
-    """Let `breakpoint()` and `pdb.set_trace()` prompt in one process only within the context.
+def handle_debuggers(run: Run) -> Iterator[None]:
+    """Let `breakpoint()` and `pdb.set_trace()` prompt in one process only within the context, and time their prompts.
 
     Lumen's launcher shows the output of rank 0 only. Other workers would silently take its input, so they continue
     instead. Without a terminal, or with another debugger in PYTHONBREAKPOINT, nothing changes.
     """
-    if processes.world_size == 1:
-        yield
-        return
     from pdb import Pdb
 
-    interact, has_warned = Pdb.interaction, False
+    processes = run.processes
+    interact, has_warned = Pdb.interaction, processes.world_size == 1
     has_terminal = processes.is_global_zero or not is_worker()
 
     def interaction(debugger: Pdb, *args: Any) -> Any:
@@ -299,8 +312,11 @@ def debug_one_rank(processes: Processes) -> Iterator[None]:
                 "rank %d is in a debugger: the other ranks wait at most timeout_s of the strategy (%g s)",
                 processes.rank, processes.timeout_s,
             )  # fmt: skip
-        has_warned = True
-        return debugger.set_continue() if continues else interact(debugger, *args)
+        has_warned, began_s = True, time.perf_counter()
+        try:
+            return debugger.set_continue() if continues else interact(debugger, *args)
+        finally:
+            run.step.counters.note_held(time.perf_counter() - began_s)
 
     Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
     try:

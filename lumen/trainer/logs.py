@@ -10,13 +10,14 @@ import logging
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TextIO, final
 
-from lumen.console import ConsoleHandler, logger, stderr
+from lumen.console import ConsoleHandler, LogFile, log_to_files, logger, stderr
 from lumen.errors import ConfigError
 from lumen.internals.atomic_files import explain_write_errors
 
@@ -190,24 +191,6 @@ def log_to_console(settings: LogSettings, *, shown: bool = True) -> Iterator[Non
         yield
 
 
-@final
-class _LogFile(logging.FileHandler):
-    """Log file of a run. If it cannot be written, as on a full disk, Lumen prints one warning and continues."""
-
-    _is_broken = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Print one warning."""
-        if not self._is_broken:
-            self._is_broken = True
-            print(f"warning: cannot write {self.baseFilename}: {sys.exc_info()[1]}", file=stderr)
-
-    def close(self) -> None:
-        """Close the file, and ignore errors."""
-        with suppress(OSError):
-            super().close()
-
-
 def log_status(message: str, *args: Any, error: BaseException | None = None) -> None:
     """Log the status of a run. The log files have it at every `log_level`, because `lumen runs` reads them.
 
@@ -223,9 +206,7 @@ def log_status(message: str, *args: Any, error: BaseException | None = None) -> 
         return
     trace = None if error is None else (type(error), error, error.__traceback__)
     record = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace, extra=_STATUS_ATTRIBUTE)
-    for handler in logger.handlers:
-        if isinstance(handler, _LogFile):
-            handler.handle(record)
+    log_to_files(record)
 
 
 @contextmanager
@@ -238,17 +219,45 @@ def log_to_file(path: Path, settings: LogSettings) -> Iterator[None]:
         RunDirectoryError: The file cannot be written.
     """
     with explain_write_errors(path):
-        handler = _LogFile(path, encoding="utf-8")
+        handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(settings.formatter)
     with ExitStack() as closing:
         if settings.form is not None:
-            status = _LogFile(path.with_suffix(STATUS_SUFFIX), encoding="utf-8")
+            status = LogFile(path.with_suffix(STATUS_SUFFIX), encoding="utf-8")
             status.setFormatter(logging.Formatter(_LUMEN_FORMAT))
             status.addFilter(lambda record: hasattr(record, "is_run_status"))
             closing.enter_context(_configure_handler(status, settings))
         closing.enter_context(_configure_handler(handler, settings))
         closing.enter_context(_forward_other_loggers(handler, settings))
+        closing.enter_context(_record_warnings(handler, settings))
         yield
+
+
+@contextmanager
+def _record_warnings(handler: logging.Handler, settings: LogSettings) -> Iterator[None]:
+    """Write the warnings of Python's `warnings` to a log file too within the context, by the name `py.warnings`.
+
+    `logging.captureWarnings`, if a user calls it, makes them messages of the logger with this name.
+    """
+    show_before = warnings.showwarning
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        text = warnings.formatwarning(message, category, filename, lineno).rstrip()
+        record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, None, None)
+        if settings.should_show(record) and handler in logger.handlers:
+            handler.handle(record)
+        show_before(message, category, filename, lineno, file, line)
+
+    if show_before.__module__ != logging.__name__:
+        warnings.showwarning = show
+    try:
+        yield
+    finally:
+        if warnings.showwarning is show:
+            warnings.showwarning = show_before
 
 
 @contextmanager
@@ -258,7 +267,7 @@ def separate_nested_runs(*, has_files: bool) -> Iterator[None]:
     Args:
         has_files: True if this run has separate log files; then all its messages stay out of the outer files.
     """
-    files: list[logging.Handler] = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
+    files: list[logging.Handler] = [handler for handler in logger.handlers if isinstance(handler, LogFile)]
     files += [
         handler
         for handler in logging.root.handlers

@@ -65,7 +65,7 @@ from lumen.task.hooks import (
     is_overridden,
 )
 from lumen.task.task_module import TaskModule
-from lumen.trainer.hang_watch import debug_one_rank, watch_run
+from lumen.trainer.hang_watch import handle_debuggers, watch_run
 from lumen.trainer.logs import log_status, log_to_console, log_to_file, separate_nested_runs
 from lumen.trainer.process_settings import set_torch_switches, take_process_turn, write_environment
 from lumen.trainer.run_directory import RunDirectory
@@ -373,7 +373,7 @@ def make_run(session: Session) -> Iterator[None]:
 def watch_progress(session: Session) -> Iterator[None]:
     """Watch for a hang, and let `breakpoint()` open its prompt on only one of several ranks."""
     with (
-        debug_one_rank(session.trainer.processes),
+        handle_debuggers(session.run),
         watch_run(session.run, session.trainer.run_directory) as session.watch,
     ):
         yield

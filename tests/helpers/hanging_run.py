@@ -38,7 +38,8 @@ def main(mode, devices, launched=False, max_restarts=0):
     trainer = lumen.Trainer(
         max_steps=8, devices=devices, strategy=strategy, accelerator="cpu", name="run", enable_progress_bar=False,
         enable_model_summary=False, max_restarts=max_restarts,
-        callbacks=[lumen.ModelCheckpoint(every_n_train_steps=2)] * (max_restarts > 0),
+        callbacks=[lumen.ThroughputMonitor(), *[lumen.ModelCheckpoint(every_n_train_steps=2)] * (max_restarts > 0)],
+        log_every_n_steps=8,
     )  # fmt: skip
     if mode == "forked worker" and rank == devices - 1:
         hangs_in_each_fork()

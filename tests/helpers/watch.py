@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.tasks import Regression, quiet_trainer
 
-WHERE = re.compile(r'helpers/watch\.py", line \d+ in __getitem__')
+WHERE = re.compile(r"helpers/watch\.py:\d+ in __getitem__")
 
 
 class Stuck(Dataset):
@@ -33,7 +33,7 @@ class ReportFile(logging.Handler):
         self.path, self.texts = path, []
 
     def emit(self, record):
-        if "has done no step" in (text := record.getMessage()):
+        if "no step and no batch was done" in (text := record.getMessage()):
             self.texts.append(text)
             self.path.touch()
 

@@ -104,18 +104,39 @@ def test_terminal_keeps_start_validations_and_end(tmp_path: Path) -> None:
         "the run is in run",
         "CPU · fp32 · global batch 4 · seed 1",
     ]
-    assert shown[2:5] == [
-        "step 5/15 · epoch 1/3 · val_number 1005 (best so far)",
-        "step 10/15 · epoch 2/3 · val_number 1010",
-        "step 15/15 · epoch 3/3 · val_number 1015",
+    assert shown[2:4] == [
+        "step 5/15 · epoch 1/3 · number 5.000 · val_number 1005 (best so far)",
+        "step 10/15 · epoch 2/3 · number 10.00 · val_number 1010",
     ]
-    assert shown[5].startswith("step 15/15 · epoch 3/3 · took 0:00:0")
+    assert shown[4].startswith("step 15/15 · epoch 3/3 · took 0:00:0")
+    assert shown[5] == "number 15.00 · val_number 1015"
     assert shown[-4:] == [
         "finished: max_epochs=3 reached at step 15, epoch 3",
         "best: val_number 1005 in run/checkpoints/step-00000005",
         'longer: Trainer(..., name="run", resume="auto", max_epochs=6).fit(...)',
         "weights: lumen export run/checkpoints/step-00000005 --output run.safetensors",
     ]
+
+
+@pytest.mark.slow
+def test_hang_is_reported_once_below_the_bar(tmp_path: Path) -> None:
+    _, screen, code = run_in_a_terminal(f"""
+        from tests.fit.callbacks import test_progress_bar as t
+        def hang():
+            while True: t.time.sleep(0.01)
+        strategy = t.lumen.SingleDevice(timeout_s=3, startup_timeout_s=6)
+        run = t.make_trainer(t.Path({str(tmp_path)!r}), max_steps=30, strategy=strategy)
+        run.fit(t.Task(pause_s=0.01, at={{5: hang}}), t.make_loader(30))
+    """)
+    assert code == 70, screen
+    shown = render_screen(screen)
+    (last,) = [number for number, line in enumerate(shown) if "failed in step 5 after" in line]
+    assert shown[last].startswith("step 4/30 · epoch 1")
+    assert re.fullmatch(r"rank 0 \(pid \d+\) is here:", shown[last + 2])
+    assert [line for line in shown if "in hang" in line and "File" in line] == ['  File "<string>", line 4, in hang']
+    assert "thread" not in "\n".join(shown[last + 2 : -4]).lower()
+    assert "".join(shown).count("error: no step and no batch was done for") == 1
+    assert screen.rfind(SHOW) > screen.rfind(HIDE)
 
 
 def debug_in_a_terminal(
@@ -216,7 +237,10 @@ def test_debugger_pause_writes_nothing_and_ends_no_run(tmp_path: Path, ranks: in
     assert said == ([] if ranks == 1 else [f"warning: rank 0 is in a debugger: {others}"]), first
     assert second[-2:] == ["42", "(Pdb)"]
     assert second[: len(first) - 1] == first[:-1]
-    assert sum(line.startswith("step 4/4") and "took" in line for line in render_screen(written)) == 1
+    end = render_screen(written)
+    assert sum(line.startswith("step 4/4") and "took" in line for line in end) == 1
+    if ranks == 1:
+        assert any(" steps/s · " in line for line in end)  # Without its 5 s at prompts a step takes less than 1 s.
     if ranks == 2:
         (log,) = (tmp_path / "runs" / "line" / "logs").glob("*-rank1.log")
         assert (

@@ -259,7 +259,11 @@ def _read_status_lines(log: Path) -> list[tuple[str, str, str]]:
     for path in (log, log.with_suffix(STATUS_SUFFIX)):
         with suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
-            found.append(_LOG_LINE.findall(file.read().decode(errors="replace")))
+            lines = _LOG_LINE.findall(file.read().decode(errors="replace"))
+            if not lines:  # The steps of a long run that was killed have moved the line of its start out of the tail.
+                file.seek(0)
+                lines = _LOG_LINE.findall(file.read().decode(errors="replace"))
+            found.append(lines)
     return list(heapq.merge(*found, key=itemgetter(0)))
 
 

@@ -115,6 +115,15 @@ def test_summary_prints_table_and_totals_once(monkeypatch: pytest.MonkeyPatch, t
         ]
 
 
+def test_summary_is_silent_above_log_level_info(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for _ in range(2):
+        lumen.Trainer(
+            max_steps=0, default_root_dir=tmp_path, log_level="WARNING", enable_progress_bar=False, logger=False,
+            enable_checkpointing=False,
+        ).fit(Task(), DataLoader(TensorDataset(torch.ones(2, 2))))  # fmt: skip
+    assert capfd.readouterr() == ("", "")
+
+
 def test_long_names_are_complete_in_log_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     task = Task()
     name = "_".join(["a_name_that_goes_on"] * 5)

@@ -117,19 +117,8 @@ def test_samples_per_second_match_steps_and_batch_size(monkeypatch: pytest.Monke
 def test_plain_lines_follow_interval_at_validations_and_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock, plain_every_s: float
 ) -> None:
-    due_at_s, epochs = 0.0, []
-
-    class Expects(Callback):
-        def on_validation_end(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
-            nonlocal due_at_s
-            if clock.read() >= due_at_s or trainer.current_epoch == 3:
-                epochs.append(trainer.current_epoch + 1)
-                due_at_s = clock.read() + plain_every_s
-            time.sleep(0.06)
-
     written = replace_console(monkeypatch, terminal=False)
     run = make_trainer(tmp_path, ProgressBar(plain_every_s=plain_every_s), max_epochs=4, num_sanity_val_steps=0)
-    run.callbacks.append(Expects())
     run.fit(Task(), make_loader(6), val_dataloaders=make_loader(2))
     shown = [line.split(" · ")[:4] for line in written().splitlines() if line.startswith("step")]
     expected = [
@@ -139,12 +128,11 @@ def test_plain_lines_follow_interval_at_validations_and_end(
             f"number {format_number(6 * epoch, 4)}",
             f"val_number {1000 + 6 * epoch}",
         ]
-        for epoch in epochs
+        for epoch in (1, 2, 3, 4)
     ]
     assert [line for line in shown if line in expected] == expected
     if plain_every_s == 1000.0:  # otherwise there are lines of single steps too
         assert shown == expected
-        assert epochs == [1, 4]
     assert "took 0:00:0" in written().splitlines()[-2]
 
 
@@ -285,11 +273,36 @@ def test_each_validation_leaves_one_line_above_the_bar(monkeypatch: pytest.Monke
             []
             if options
             else [
-                "step 5/15 · epoch 1 · score 0.5000 (best so far) · a 1.000 · b 2.000",
-                "step 10/15 · epoch 1 · score 0.7500 (best so far) · a 1.000 · b 2.000",
-                "step 15/15 · epoch 1 · score 0.2500 · a 1.000 · b 2.000",
+                "step 5/15 · epoch 1 · number 5.000 · score 0.5000 (best so far) · a 1.000",
+                "step 10/15 · epoch 1 · number 10.00 · score 0.7500 (best so far) · a 1.000",
             ]
         )
+        last = {line.partition(" · took")[0] for line in strip_escapes(written()).splitlines() if "took" in line}
+        assert last == (set() if options else {"step 15/15 · epoch 1"})  # The last picture has the values of this step.
+
+
+class LogsLongNames(Task):
+    """Task whose validations log values that do not fit into one line of a terminal."""
+
+    def validation_step(self, batch: list[torch.Tensor]) -> None:
+        self.log_dict({f"val_value_with_a_long_name_{name}": float(self.global_step) for name in "abcd"}, prog_bar=True)
+
+
+@pytest.mark.parametrize("width", [50, 80, 140])
+def test_terminal_keeps_whole_values_of_the_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int) -> None:
+    pipe = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, max_epochs=3).fit(LogsLongNames(), make_loader(5), val_dataloaders=make_loader(1))
+    of_pipe = [line.split(" · ")[:-4] for line in pipe().splitlines() if line.startswith("step")]
+    written = replace_console(monkeypatch, terminal=True, width=width)
+    make_trainer(tmp_path, max_epochs=3).fit(LogsLongNames(), make_loader(5), val_dataloaders=make_loader(1))
+    text = strip_escapes(written()).replace("\r", "\n")
+    assert all(len(line) <= width for line in text.splitlines())
+    rows = re.findall(r"^(step \d+/15 · epoch \d/3 · number .*(?:\n  .*)*)$", text, re.MULTILINE)
+    of_terminal = [[each for line in row.split("\n  ") for each in line.split(" · ")] for row in rows]
+    assert [len(each) for each in of_terminal] == [7, 7]
+    assert [each[:7] for each in of_pipe] == [*of_terminal, *[each[:7] for each in of_pipe[2:]]]
+    last = text[text.rindex("step 15/15 · epoch 3/3 · took") :].splitlines()
+    assert [each for line in last[1:] for each in line.split(" · ")][:5] == of_pipe[2][2:7]
 
 
 @pytest.mark.parametrize("width", [50, 80, 140])
@@ -398,15 +411,18 @@ def test_no_live_display_remains_after_error_or_stop(
         run.fit(task, make_loader(20), val_dataloaders=make_loader(2))
     assert written().count(HIDE) == 1
     assert SHOW in written().rpartition(HIDE)[2]
-    if place == "stop":
-        assert "step 12/20" in split_frames(written())[-1]
-        assert (12, 12) in find_pairs(split_frames(written())[-1])
+    ends = {
+        "step": "step 11/20 · epoch 1/1 · failed in step 12 after 0:00:0",
+        "validation": "step 20/20 · epoch 1/1 · failed in the validation after 0:00:0",
+        "stop": "step 12/20 · epoch 1/1 · stopped after 0:00:0",
+    }
+    last = split_frames(written())[-1]
+    assert last.startswith(ends[place])
+    assert [*find_pairs(last)] == {"step": [], "validation": [(20, 20)], "stop": [(12, 12)]}[place]
+    assert "━" not in last
     before = written()
     lumen.console.console.print("afterwards")
     assert written().removeprefix(before) == "afterwards\n"
-
-
-# ---------------------------------------------------------------------- the terminal belongs to the debugger
 
 
 # ---------------------------------------------------------------------- costs
