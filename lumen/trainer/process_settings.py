@@ -96,8 +96,8 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
 @cache
 def _describe_software() -> dict[str, Any]:
     """Return facts that are constant in a process. Reading them is slow, so they are cached."""
-    versions = {"lumen": __version__}
-    for package in ("torch", "numpy", "torchmetrics", "safetensors"):
+    versions = {"lumen": __version__, "torch": torch.__version__}  # with the build, such as 2.13.0+cu130
+    for package in ("numpy", "torchmetrics", "safetensors"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     libc = "".join(platform.libc_ver())

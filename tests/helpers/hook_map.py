@@ -1,5 +1,6 @@
 """Map of hooks in `Callback`: follow it, and record the calls of a real run."""
 
+import inspect
 import re
 
 import torch
@@ -26,9 +27,9 @@ _OWNERS = {"callbacks": ["first", "second"], "task": ["task"], "data module": ["
 
 def parse_map():
     """Return each part of the map by name: a list of (line, lines below it)."""
-    text = Callback.__doc__.split("where the data module\n    lacks them.\n")[1].split("A **boundary** is")[0]
+    text = inspect.getdoc(Callback).split("where the data module\nlacks them.\n")[1].split("A **boundary** is")[0]
     lines = [re.sub(" *#.*", "", line) for line in text.splitlines()]
-    tree, _ = _below([line for line in lines if line.strip()], 8)
+    tree, _ = _below([line for line in lines if line.strip()], 4)
     return {line.removesuffix(":"): children for line, children in tree}
 
 

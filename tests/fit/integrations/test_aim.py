@@ -13,6 +13,7 @@ from lumen.errors import ConfigError
 from tests.helpers.loggers import fit
 from tests.helpers.services import CallAtSteps, Everything, list_aim_runs, of_csv, read_aim
 
+pytest.importorskip("aim", reason="no Aim for this version of Python")
 EVERY_STEP = {"max_epochs": None, "val_check_interval": 4}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:aim")
 

@@ -37,7 +37,9 @@ def test_commands_and_yaml_of_the_page_train(config_directory):
     assert read_wandb(directory) == of_csv(directory)
 
 
-def test_every_name_of_the_page_is_a_logger():
-    for name in re.findall(r"^\| `(\w+)` \|", PAGE, re.M):
-        (logger,) = lumen.Trainer(logger=name).loggers
-        assert isinstance(logger, lumen.Logger)
+@pytest.mark.parametrize("name", re.findall(r"^\| `(\w+)` \|", PAGE, re.M))
+def test_every_name_of_the_page_is_a_logger(name):
+    if name == "aim":
+        pytest.importorskip("aim", reason="no Aim for this version of Python")
+    (logger,) = lumen.Trainer(logger=name).loggers
+    assert isinstance(logger, lumen.Logger)

@@ -188,6 +188,7 @@ def test_what_only_code_could_make_is_not_made(capsys, what):
     assert "torch.serialization" not in said
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 @pytest.mark.parametrize(
     ("content", "request_", "said"),
     [
