@@ -6,13 +6,14 @@ BIN = $(VENV)/bin
 GPU_PYTHON ?= $(BIN)/python
 DEMO = $(VENV)/.demo
 READY = $(VENV)/.ready
-COMPAT = $(VENV)-compat-$(TORCH)
+COMPAT = $(VENV)-compat-$(notdir $(PYTHON))-$(TORCH)$(if $(LOWEST),-lowest)
 VISION = $(VENV)-vision
 # Each file runs in one worker, in the order of the folders, so short files come last. Programs often wait, so use three workers.
 # A test over its time limit ends its worker, which is not replaced, so the test is reported once.
-PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+SPREAD = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL = $(BIN)/python -m pytest $(SPREAD)
 
-.PHONY: demo check test test-all compat gpu torture bench vision docs dist lint format clean
+.PHONY: demo check test test-all compat gpu torture bench vision docs dist installed lint format clean
 
 demo: $(DEMO) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -31,12 +32,14 @@ test-all: $(READY) lint ## All tests except torture: also groups of processes, p
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
 	$(PARALLEL) -n 3 tests/promises tests/system tests/distributed -m "not torture"
 	$(MAKE) vision
+	$(MAKE) installed
 
 vision: $(READY) $(VISION)/.ready ## The examples of timm and torchvision, which are installed outside the environment: see tests/vision.
 	PYTHONPATH=$(VISION) $(PARALLEL) tests/vision -m "not torture"
 
-compat: $(COMPAT)/.ready ## The tests with a different torch, 6 GB in a separate environment: make compat TORCH=2.11.0
-	$(COMPAT)/bin/python -m pytest -m "not slow and not torture"
+compat: $(COMPAT)/.ready ## The tests of make test with other versions, 6 GB: make compat PYTHON=python3.13 TORCH=2.11.0 LOWEST=1
+	$(COMPAT)/bin/python -m pytest $(SPREAD) tests/unit tests/fit -m "not slow and not torture"
+	$(COMPAT)/bin/python -m pytest tests/promises -m everyday
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## Tests that need CUDA devices: make gpu GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m cuda -rs $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
@@ -57,6 +60,9 @@ dist: $(VENV)-dist/.ready ## Build the wheel and the source distribution of a re
 	rm -rf build dist
 	$(VENV)-dist/bin/python -m build
 	$(VENV)-dist/bin/python -m twine check --strict dist/*
+
+installed: $(READY) ## Build the files of a release, install the wheel in a new environment outside the clone, and use it.
+	$(BIN)/python -m pytest tests/installed
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -95,8 +101,10 @@ $(VISION)/.ready: $(READY)
 
 $(COMPAT)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/pip install --quiet uv
 	grep -v -E '^(torch|torchvision)==' constraints.txt > $(COMPAT)/constraints.txt
-	$(COMPAT)/bin/pip install --quiet --constraint $(COMPAT)/constraints.txt torch==$(TORCH) --editable '.[test]'
+	$(COMPAT)/bin/uv pip install --quiet --compile-bytecode --python $(COMPAT)/bin/python torch==$(TORCH) --editable '.[test]' \
+	  $(if $(LOWEST),--resolution lowest-direct,--constraint $(COMPAT)/constraints.txt)
 	touch $@
 
 clean:

@@ -68,7 +68,7 @@ def test_workflows_run_the_commands_of_make():
         name: [run for job in each["jobs"].values() for run in list_runs(job)] for name, each in WORKFLOWS.items()
     }
     assert commands["check"] == ["make check"]
-    assert commands["nightly"] == ["make demo", "make test-all"]
+    assert commands["nightly"] == ["make demo", "make test-all", "make compat"]
     assert commands["docs"] == ["make docs"]
     assert commands["release"][-1] == "make dist"
     named = re.findall(r"make ([\w-]+)", str(commands))
