@@ -47,6 +47,7 @@ NOT_RUN = {
     r"python digits.py": "the script of its page: test_first_pages.py",
     r"cd (mine|my-project|images)|lumen init (mine --template table|images .*)": "a new project: test_first_pages.py",
     r"lumen \w+ --config (images.yaml|runs/images/config.yaml) .*": "a new project: test_first_pages.py",
+    r"cd first|lumen (fit --config first.yaml|(report|export) runs/first.*)": "a new project: test_wheel.py",
     r"lumen .*\b(sums.yaml|runs/sums)\b.*|python base.py|torchrun .* train.py": "files of its page: test_tutorials.py",
     r"(lumen migrate|git apply)( .*)?": "a project of Lightning: test_migrate.py",
     r"lumen submit .* --dry-run --": "the beginning of an example: test_example_in_help_of_a_command_runs",
