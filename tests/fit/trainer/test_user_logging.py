@@ -126,7 +126,7 @@ def test_runs_lists_the_status_whatever_log_format(tmp_path, capsys):
         longer = {"resume": "auto", "max_steps": step, "log_format": form}
         with pytest.raises(KeyError, match="on purpose"):
             fit_with_messages(tmp_path, **longer, callbacks=Fails())
-        assert status() == ("failed", f"KeyError: 'on purpose' (step {step})")
+        assert status() == ("failed", f"KeyError: 'on purpose' (after step {step})")
         fit_with_messages(tmp_path, **longer)
         assert status() == ("finished", None)
 
