@@ -188,7 +188,7 @@ def test_what_only_code_could_make_is_not_made(capsys, what):
     assert "torch.serialization" not in said
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
+@pytest.mark.filterwarnings("ignore:.*sparse:UserWarning", "ignore:Sparse:UserWarning")  # of torch 2.11 and 2.15
 @pytest.mark.parametrize(
     ("content", "request_", "said"),
     [
