@@ -185,8 +185,6 @@ def log_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") -
         number: The signal that asked the run to stop.
         reason: The reason to end the run within a step, such as "not done within grace_s=8"; "" at the end of a step.
     """
-    if number in (signal.SIGTERM, signal.SIGUSR1):
-        run.records.goodput.note_preemption(run.progress.step)
     by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"
     at = f"stopped at step {run.progress.step} {by}"
     if trainer.state.fn != "fit":
@@ -197,6 +195,8 @@ def log_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") -
         requeue_note = f"; exit code {REQUEUE_EXIT_CODE}: requeue the job" if number == signal.SIGUSR1 else ""
         command = format_resume_command(home, trainer._command)
         log_status("%s; newest checkpoint: %s%s. Resume with:\n  %s", at, newest.name, requeue_note, command)
+    if number in (signal.SIGTERM, signal.SIGUSR1):
+        run.records.goodput.note_preemption(run.progress.step)
 
 
 def log_failure(error: BaseException, step: int, trainer: Trainer, directory: Path, *, stays: bool) -> None:
