@@ -152,9 +152,7 @@ def test_commands_of_the_readme_give_a_model(environment):
     (block,) = re.findall(r"```\n(pip install [^\n]*\nlumen init .*?)```", readme, re.S)
     install, *lines = (line.partition(" #")[0].split() for line in block.splitlines())
     assert install[:2] == ["pip", "install"]
-    environment.install(
-        "--find-links", str(environment.wheel.parent), install[-1].strip("'").replace(".", DISTRIBUTION)
-    )
+    environment.install(install[-1].strip("'").replace(".", str(environment.wheel)))
     cwd = ""
     for words in lines:
         if words[0] == "cd":
@@ -181,8 +179,7 @@ def test_script_of_the_readme_trains(environment):
 def test_extras_resolve_together(environment):
     """Find versions of every package that an extra names, with the pins of constraints.txt, and install nothing."""
     report = environment.folder / "resolved.json"
-    extras = ",".join(extra for extra in EXTRAS if sys.version_info < (3, 13) or extra not in ("aim",))
-    words = ["--dry-run", "--report", str(report), "--find-links", str(environment.wheel.parent)]
-    environment.install(*words, f"{DISTRIBUTION}[{extras}]")
+    extras = ",".join(extra for extra in EXTRAS if sys.version_info < (3, 13) or extra != "aim")
+    environment.install("--dry-run", "--report", str(report), f"{environment.wheel}[{extras}]")
     resolved = {each["metadata"]["name"].lower() for each in json.loads(report.read_text())["install"]}
     assert {"ray", "wandb", "torchao", "s3fs", "timm", "mkdocs-material"} <= resolved
