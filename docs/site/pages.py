@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import error_index
-import lightning_index
+import lightning_api
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -134,7 +134,7 @@ def _reference() -> Iterator[tuple[str, str]]:
     yield "reference/errors.md", error_index.page((ROOT / "docs/site/errors.md").read_text())
     keys = _run_help("fit", "all")
     yield "reference/config.md", f"{(ROOT / 'docs/site/config.md').read_text()}\n```text\n{keys}\n```"
-    yield "migration/lightning-names.md", lightning_index.page()
+    yield "migration/lightning-names.md", lightning_api.page()
     helps = [_help(command) for command in ("", *commands.list_commands())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
 

@@ -166,19 +166,25 @@ RENAMED = {
 
 _CUSTOM_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
-#: Lightning's classes without a counterpart, with their replacements.
+#: Lightning's classes and functions without a counterpart, with their replacements.
 INSTEAD_OF_CLASSES = {
     "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background if that is faster.",
+    "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
     "CometLogger": _CUSTOM_LOGGER,
     "DeepSpeedStrategy": "Use lumen.FSDP.",
+    "LRSchedulerCallable": "Write Callable[[Optimizer], LRScheduler].",
     "LightningEnvironment": "Leave it out: Lumen detects the environment of the processes.",
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
     "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/guides/smaller-models.md.",
     "NeptuneLogger": _CUSTOM_LOGGER,
+    "OptimizerCallable": "Write Callable[[Iterable], Optimizer].",
     "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
     "docs/guides/smaller-models.md.",
     "SLURMEnvironment": "Leave it out: Lumen detects SLURM. SIGUSR1 saves, and exits with code 75 to requeue.",
     "TorchSyncBatchNorm": "Use trainer.sync_batchnorm.",
+    "find_shared_parameters": "Write parameters(remove_duplicate=False).",
+    "measure_flops": "Use torch.utils.flop_counter.FlopCounterMode, or ThroughputMonitor(measure_flops=True).",
+    "rank_zero_deprecation": "Write logging.getLogger(__name__). Lumen shows a message once, from the first process.",
 }
 
 _PATHS = "Lumen names the directory by the step: read best_model_path, last_model_path or best_k_models."

@@ -82,18 +82,7 @@ def find_replacement(full: str) -> str:
     short = get_short_name(full)
     if full.split(".")[1:2] == ["fabric"] or short == "Fabric" or full.startswith("lightning_fabric"):
         return "Lumen has no Fabric: write the loop as training_step of a TaskModule."
-    return INSTEAD_OF_CLASSES.get(short) or _FUNCTIONS.get(short) or f"Lumen has no {short}."
-
-
-_LOGGING = "Write logging.getLogger(__name__). Lumen shows a message once, from the first process."
-_FUNCTIONS: Mapping[str, str] = {
-    "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
-    "LRSchedulerCallable": "Write Callable[[Optimizer], LRScheduler].",
-    "OptimizerCallable": "Write Callable[[Iterable], Optimizer].",
-    "find_shared_parameters": "Write parameters(remove_duplicate=False).",
-    "measure_flops": "Use torch.utils.flop_counter.FlopCounterMode, or ThroughputMonitor(measure_flops=True).",
-    "rank_zero_deprecation": _LOGGING,
-}
+    return INSTEAD_OF_CLASSES.get(short) or f"Lumen has no {short}."
 
 
 @final
