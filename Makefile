@@ -7,13 +7,13 @@ GPU_PYTHON ?= $(BIN)/python
 DEMO = $(VENV)/.demo
 READY = $(VENV)/.ready
 COMPAT = $(VENV)-compat-$(notdir $(PYTHON))-$(TORCH)$(if $(LOWEST),-lowest)
-VISION = $(VENV)-vision
+ECOSYSTEM = $(VENV)-ecosystem
 # Each file runs in one worker, in the order of the folders, so short files come last. Programs often wait, so use three workers.
 # A test over its time limit ends its worker, which is not replaced, so the test is reported once.
 SPREAD = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 PARALLEL = $(BIN)/python -m pytest $(SPREAD)
 
-.PHONY: demo check test test-all compat gpu torture bench vision docs dist installed lint format clean
+.PHONY: demo check test test-all compat gpu torture bench ecosystem docs dist installed lint format clean
 
 demo: $(DEMO) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -31,11 +31,11 @@ test: $(READY) lint ## The same, fits in one process, and some promises on sever
 test-all: $(READY) lint ## All tests except torture: also groups of processes, programs, kills and promises.
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
 	$(PARALLEL) -n 3 tests/promises tests/system tests/distributed -m "not torture"
-	$(MAKE) vision
+	$(MAKE) ecosystem
 	$(MAKE) installed
 
-vision: $(READY) $(VISION)/.ready ## The examples of timm and torchvision, which are installed outside the environment: see tests/vision.
-	PYTHONPATH=$(VISION) $(PARALLEL) tests/vision -m "not torture"
+ecosystem: $(READY) $(ECOSYSTEM)/.ready ## Tests with timm, torchvision, MONAI, PyTorch Geometric and pytorch-forecasting.
+	PYTHONPATH=$(ECOSYSTEM) $(PARALLEL) tests/ecosystem -m "not torture"
 
 compat: $(COMPAT)/.ready ## The tests of make test with other versions, 6 GB: make compat PYTHON=python3.13 TORCH=2.11.0 LOWEST=1
 	$(COMPAT)/bin/python -m pytest $(SPREAD) tests/unit tests/fit -m "not slow and not torture"
@@ -95,8 +95,10 @@ $(VENV)-dist/.ready: constraints.txt
 	$(VENV)-dist/bin/pip install --quiet --constraint constraints.txt build twine
 	touch $@
 
-$(VISION)/.ready: $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --target $(VISION) torchvision timm pycocotools
+# These packages are installed outside the environment, whose other tests must pass without torchvision.
+$(ECOSYSTEM)/.ready: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --target $(ECOSYSTEM) \
+	  torchvision timm pycocotools monai torch_geometric pytorch-forecasting scikit-base
 	touch $@
 
 $(COMPAT)/.ready: pyproject.toml constraints.txt

@@ -4,5 +4,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Examples whose library is installed besides the environment of the tests: see tests/vision.
+#: Examples whose library is installed besides the environment of the tests: see tests/ecosystem.
 OF_TORCHVISION = {"timm_digits", "detector"}

@@ -35,7 +35,7 @@ def _compiled_file_works():
 
 
 if importlib.util.find_spec("torchvision") is None:
-    pytest.skip("needs torchvision, which `make vision` installs", allow_module_level=True)
+    pytest.skip("needs torchvision, which `make ecosystem` installs", allow_module_level=True)
 if not _compiled_file_works():
     _library = operators.Library("torchvision", "DEF")
     _library.define("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
