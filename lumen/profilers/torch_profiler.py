@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -125,7 +125,8 @@ class TorchProfiler(Profiler):
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
         )
-        self._profile.start()
+        with _ignore_cleared_events():
+            self._profile.start()
 
     def part(self, name: str, calls: int = 1) -> AbstractContextManager[Any]:
         """Return a context that labels a part in the trace."""
@@ -134,14 +135,13 @@ class TorchProfiler(Profiler):
     def step(self) -> None:
         """Move to the next step of the cycle."""
         self._steps += 1
-        with warnings.catch_warnings():
-            # Each cycle is reported before torch clears its events.
-            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        with _ignore_cleared_events():
             self._profile.step()
 
     def end(self) -> None:
         """Report an unfinished cycle, and warn if no steps were recorded."""
-        self._profile.stop()
+        with _ignore_cleared_events():
+            self._profile.stop()
         super().end()
         if not self._traces:
             _log.warning(
@@ -199,3 +199,11 @@ class TorchProfiler(Profiler):
         python = {event.name for event in events if getattr(event, "is_python_function", False)}
         averages = done.key_averages(group_by_input_shape=self.record_shapes)
         return [each for each in averages if each.device_type.name == "CPU" and each.key not in python]
+
+
+@contextmanager
+def _ignore_cleared_events() -> Iterator[None]:
+    """Ignore torch's warning that a cycle clears the events of the last, since each cycle is reported before."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        yield
