@@ -11,6 +11,7 @@ from typing import Any, final
 
 from lumen.errors import ConfigError
 from lumen.errors.arguments import describe_type
+from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.task.data_module import LOADERS, DataHooks, DataModule
 from lumen.task.model_hooks import ModelHooks
 from lumen.task.task_module import TaskModule
@@ -163,6 +164,11 @@ def check_task(task: Any, data: Any = None) -> None:
             advice = f"Pass the task first, then the data: ({type(data).__name__}, {describe_type(task)})."
         elif inspect.isclass(task) and issubclass(task, TaskModule):
             advice = f"Create an object: {task.__name__}(...)."
+        elif any(kind.__module__.partition(".")[0] in LIGHTNING_PACKAGES for kind in type(task).__mro__):
+            advice = (
+                "It is Lightning's: `lumen migrate` edits a class of your own. A model of a library becomes an "
+                "attribute of a TaskModule, whose training_step calls model and loss (docs/guides/libraries.md)."
+            )
         raise ConfigError(f"expected a TaskModule, found {describe_type(task)}. {advice}")
     if "training" not in vars(task):
         raise ConfigError(

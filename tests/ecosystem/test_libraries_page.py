@@ -8,6 +8,7 @@ import torch
 
 import lumen
 import tests.helpers.torchvision_on_cpu  # noqa: F401
+from lumen.errors import ConfigError
 from tests.helpers.group import assert_equal
 from tests.helpers.optimizer_state import read_unsharded_state
 from tests.helpers.pages import find_programs, run_programs
@@ -150,3 +151,9 @@ def test_library_trains_equally_on_two_processes(make, group, tmp_path):
     alone = train_on(make, "auto", 2, tmp_path / "alone")
     for each in group(2).run(train_on, make, "ddp", 2, tmp_path / "two"):
         assert_equal(each, alone, 1e-9)
+
+
+def test_lightning_module_of_library_is_named(tmp_path):
+    task, *loaders = make_forecasts(batch_size=4, workers=0)
+    with pytest.raises(ConfigError, match=r"found TemporalFusionTransformer\. It is Lightning's: `lumen migrate`"):
+        quiet_trainer(tmp_path).fit(task.model, *loaders)
