@@ -39,6 +39,11 @@ class Reference(str):
         return reference
 
 
+@final
+class ObjectName(str):
+    """Description of an object that is not plain data, recorded instead of the object."""
+
+
 References: TypeAlias = Mapping[tuple[Any, ...], Reference]
 """References by the keys and numbers that lead to their place in nested data."""
 
@@ -127,6 +132,11 @@ def is_masked(value: Any) -> bool:
 def find_secret_placeholder(value: Any) -> str | None:
     """Return the first text in plain data that replaces a secret: a mask, or a reference to the environment."""
     return next((text for text in _iterate_texts(value) if MASK in text or isinstance(text, Reference)), None)
+
+
+def lacks_object(value: Any) -> bool:
+    """Return True if plain data has the name of an object in place of the object."""
+    return any(isinstance(text, ObjectName) for text in _iterate_texts(value))
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from lumen.errors import CheckpointDamaged, CheckpointError
-from lumen.internals.masking import Reference
+from lumen.errors.arguments import describe_type
+from lumen.internals.masking import ObjectName, Reference
 
 JSON: TypeAlias = Any
 """Data that `json.dumps` accepts and `json.loads` returns."""
@@ -33,6 +34,7 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], str]]] = {
     torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: ("$device", str),
     Reference: ("$env", str),
+    ObjectName: ("$object", str),
 }
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
 _SCALARS: dict[str, Any] = {  # numpy scalars whose arithmetic is not Python's
@@ -62,6 +64,19 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
         CheckpointError: `value` holds anything else, contains itself, or is nested more than 100 deep.
     """
     return _encode(value, tensors, where, ())
+
+
+def name_objects(value: Any) -> Any:
+    """Return data in which the name of its type replaces each object that `encode` refuses."""
+    if isinstance(value, Mapping):
+        return {key: name_objects(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(name_objects, value))
+    try:
+        encode(value, Tensors(), "")
+    except CheckpointError:
+        return ObjectName(describe_type(value))
+    return value
 
 
 def _encode(value: Any, tensors: Tensors, where: str, parents: tuple[int, ...]) -> JSON:
@@ -218,6 +233,7 @@ _DECODERS: dict[str, Callable[[JSON, Mapping[str, torch.Tensor]], Any]] = {
     "$dtype": lambda text, _: get_dtype(text),
     "$device": lambda text, _: torch.device(text),
     "$env": lambda text, _: Reference(text),
+    "$object": lambda text, _: ObjectName(text),
     "$tuple": lambda items, tensors: tuple(_decode_items(items, tensors)),
     "$size": lambda items, tensors: torch.Size(_decode_items(items, tensors)),
     "$set": lambda items, tensors: set(_decode_items(items, tensors)),

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lumen.checkpoint.format.codec import Tensors, decode, encode
+from lumen.checkpoint.format.codec import Tensors, decode, encode, name_objects
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.load.weights_source import Part, format_parts_without
 from lumen.checkpoint.settings import STEP_SIZE_KEYS, Setting, get_data_fingerprints, get_trainer_settings
 from lumen.console import logger as _log
-from lumen.errors import CheckpointError, DataError
+from lumen.errors import DataError
 from lumen.run.run import Run
 from lumen.task.hyperparameters import get_recorded_hparams
 
@@ -37,7 +37,7 @@ def find_changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, 
     changed: dict[str, tuple[Any, Any]] = {}
     for prefix, (entry, owner) in owners.items():
         old = decode(checkpoint.state[entry], checkpoint.as_mapping("extra"))
-        new = {} if owner is None else get_recorded_hparams(owner)
+        new = {} if owner is None else name_objects(get_recorded_hparams(owner))
         for name in dict.fromkeys([*old, *new]):
             values = old.get(name, _ABSENT), new.get(name, _ABSENT)
             if _as_comparable(values[0]) != _as_comparable(values[1]):
@@ -47,10 +47,9 @@ def find_changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, 
 
 def _as_comparable(value: Any) -> Any:
     """Return plain data in a form that is equal if its saved JSON is equal; also for NaN, tensors and arrays."""
-    try:
-        return encode(value, tensors := Tensors(), ""), [(tensor.dtype, tensor.tolist()) for tensor in tensors.values()]
-    except CheckpointError:  # a value that cannot be saved
+    if value is _ABSENT:
         return value
+    return encode(value, tensors := Tensors(), ""), [(tensor.dtype, tensor.tolist()) for tensor in tensors.values()]
 
 
 _SETTINGS_WITHIN_STEP = {"processes", "accumulate_grad_batches"}  # may change although steps keep their size

@@ -33,7 +33,7 @@ from lumen.distributed.dtensor import get_local_block, get_local_tensor
 from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointMismatch
 from lumen.errors.arguments import expand_path
-from lumen.internals.masking import find_secret_placeholder
+from lumen.internals.masking import find_secret_placeholder, lacks_object
 from lumen.internals.tensors import call_load_hooks, has_load_hooks
 from lumen.precision import convert_as_saved
 from lumen.task.data_module import DataModule
@@ -325,6 +325,12 @@ def _build_object(kind: type[Owner], checkpoint: Checkpoint, entry: str, overrid
                 f"{checkpoint.path} holds {placeholder} in place of the hyperparameter {name}, which may be a secret. "
                 f"Pass the value: load_from_checkpoint(PATH, {name}=...)."
             )
+    if absent := [name for name, value in kept.items() if lacks_object(value)]:
+        arguments = ", ".join(f"{name}=..." for name in absent)
+        raise CheckpointMismatch(
+            f"{checkpoint.path} lacks hyperparameters that are objects, not plain data: {', '.join(absent)}. Pass them: "
+            f"{kind.__name__}.load_from_checkpoint(PATH, {arguments})."
+        )
     try:
         return kind(**(hyperparameters := kept | dict(overrides)))
     except TypeError as error:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from lumen.checkpoint.format.codec import JSON, Tensors, encode
+from lumen.checkpoint.format.codec import JSON, Tensors, encode, name_objects
 from lumen.checkpoint.named_tensors import describe_sharding, get_model_tensors
 from lumen.checkpoint.optimizer_state import capture_optimizer, map_parameter_names
 from lumen.checkpoint.rank_state import collect_logged_values
@@ -24,6 +24,7 @@ from lumen.distributed.dtensor import is_sharded
 from lumen.distributed.process_location import Frame
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
+from lumen.internals.masking import lacks_object
 from lumen.run.run import Run
 from lumen.strategies import select_by_data_rank, sync_buffers
 from lumen.task.hyperparameters import HasHyperparameters, get_recorded_hparams
@@ -105,8 +106,10 @@ def capture_run(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors],
         "metrics": run.values.newest,
         "logged_as": run.values.options,
         "kept_row": run.records.kept_row if run.progress.validation_due else None,
-        "hyperparameters": get_recorded_hparams(task),
-        "data_hyperparameters": get_recorded_hparams(datamodule) if isinstance(datamodule, HasHyperparameters) else {},
+        "hyperparameters": name_objects(get_recorded_hparams(task)),
+        "data_hyperparameters": (
+            name_objects(get_recorded_hparams(datamodule)) if isinstance(datamodule, HasHyperparameters) else {}
+        ),
         "extra_state": {name: module.get_extra_state() for name, module in stateful},
         "modes": get_modes(task),
         "built": run.optim.built,
@@ -148,6 +151,9 @@ def check_savable(run: Run) -> None:
     run.processes.run_on_all(
         lambda: check_tensors(capture_run(run, complete=False)[0] | {"ranks": collect_logged_values(run)[1]})
     )
+    if absent := [name for name, value in run.task.hparams.items() if lacks_object(name_objects(value))]:
+        kind = type(run.task).__name__
+        _log.info("checkpoints omit objects in hparams: %s. Pass them to %s.load_from_checkpoint", ", ".join(absent), kind)
 
 
 def check_first_state(run: Run) -> None:
