@@ -23,6 +23,7 @@ from lumen.distributed.restarts import NOTES_VARIABLE, RESTART_VARIABLE, JobAtte
 from lumen.distributed.worker import LAUNCHER
 from lumen.errors import HUNG, ConfigError, ProcessLost, ProcessStuck
 from lumen.internals.garbage import collect_young_only
+from lumen.internals.hydra import repeat_words
 from lumen.internals.interpreters import make_python_command
 from lumen.internals.stop_signals import SIGNALS, STOP_EXIT_CODES, get_exit_code, is_same_request, should_obey
 
@@ -45,7 +46,7 @@ def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
     Raises:
         ConfigError: The program cannot be started again, as in a notebook.
     """
-    words = _fix_hydra_directory()
+    words = repeat_words()
     if reason := _explain_no_launch():
         needs = f"{workers} devices need one process each, which runs" if workers > 1 else "max_restarts needs to run"
         instead = "devices: 1" if workers > 1 else "max_restarts: 0"
@@ -57,27 +58,6 @@ def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
     stderr.flush()
     command = make_python_command(__name__, str(workers), str(max_restarts), *words)
     os.execv(command[0], command)
-
-
-def _fix_hydra_directory() -> list[str]:
-    """Return the arguments of Python that repeat this program.
-
-    Under Hydra, the program is repeated in the working directory of its start, and the arguments name the present output
-    directory: its name may contain the time, and all workers need the same directory.
-    """
-    words, module = sys.orig_argv[1:], sys.modules.get("hydra.core.hydra_config")
-    if module is None or not module.HydraConfig.initialized():
-        return words
-    config = module.HydraConfig.get()
-    if "output_dir" not in config.runtime:  # the program composes the config itself
-        return words
-    os.chdir(config.runtime.cwd)
-    kind = "sweep" if config.mode is not None and config.mode.name == "MULTIRUN" else "run"
-    quoted = str(config[kind].dir).replace("'", "\\'")
-    # An override behind an option, behind which there are no others, is refused by Hydra's parser.
-    overrides = [number for number, word in enumerate(sys.argv) if number and word[0] != "-" and ("=" in word or word[0] == "~")]
-    at = len(words) - len(sys.argv) + 1 + max(overrides) if overrides else len(words)
-    return [*words[:at], f"hydra.{kind}.dir='{quoted}'", *words[at:]]
 
 
 def _explain_no_launch() -> str | None:

@@ -44,6 +44,7 @@ from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
 from lumen.errors import ConfigError
 from lumen.internals.garbage import GarbageCollector
+from lumen.internals.hydra import describe_job
 from lumen.internals.stop_signals import STOP_EXIT_CODES
 from lumen.loggers import Logger, add_csv_logger
 from lumen.loop.fit import StopRequested
@@ -489,11 +490,21 @@ def _share_run_name(trainer: Trainer) -> str | None:
 
     Raises:
         ConfigError: Callbacks differ between ranks. Bars, summaries and throughput may differ: they never communicate.
+            Or Hydra gave the ranks different overrides or output directories.
     """
     shown = (callbacks.ThroughputMonitor, callbacks.ModelSummary, callbacks.ProgressBar)
     acting = [(type(each).__qualname__, each.state_key) for each in trainer.callbacks if not isinstance(each, shown)]
-    (name, first), *others = trainer.processes.all_gather((trainer.name, acting))
-    for rank, (_, found) in enumerate(others, 1):
+    (name, first, job), *others = trainer.processes.all_gather((trainer.name, acting, describe_job()))
+    for rank, (_, found, other_job) in enumerate(others, 1):
+        if job != other_job:
+            here, there = (
+                [each for each in one if each not in two] for one, two in ((job, other_job), (other_job, job))
+            )
+            raise ConfigError(
+                f"Hydra's settings differ between ranks: rank 0 has {' '.join(here)}; rank {rank} has {' '.join(there)}. "
+                "Under torchrun or SLURM, set hydra.run.dir=PATH. A sweeper must draw the same values on every rank: set "
+                "its seed, and no storage."
+            )
         if found != first:
             raise ConfigError(
                 f"callbacks differ between ranks: rank 0 has {_describe_arguments(first)}; rank {rank} has "

@@ -328,8 +328,8 @@ def _build_object(kind: type[Owner], checkpoint: Checkpoint, entry: str, overrid
     if absent := [name for name, value in kept.items() if lacks_object(value)]:
         arguments = ", ".join(f"{name}=..." for name in absent)
         raise CheckpointMismatch(
-            f"{checkpoint.path} lacks hyperparameters that are objects, not plain data: {', '.join(absent)}. Pass them: "
-            f"{kind.__name__}.load_from_checkpoint(PATH, {arguments})."
+            f"{checkpoint.path} lacks the hyperparameters {', '.join(absent)}: objects that are not plain data. Pass "
+            f"them: {kind.__name__}.load_from_checkpoint(PATH, {arguments})."
         )
     try:
         return kind(**(hyperparameters := kept | dict(overrides)))

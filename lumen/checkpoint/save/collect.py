@@ -153,7 +153,9 @@ def check_savable(run: Run) -> None:
     )
     if absent := [name for name, value in run.task.hparams.items() if lacks_object(name_objects(value))]:
         kind = type(run.task).__name__
-        _log.info("checkpoints omit objects in hparams: %s. Pass them to %s.load_from_checkpoint", ", ".join(absent), kind)
+        _log.info(
+            "checkpoints omit objects in hparams: %s. Pass them to %s.load_from_checkpoint", ", ".join(absent), kind
+        )
 
 
 def check_first_state(run: Run) -> None:
