@@ -501,9 +501,9 @@ def _share_run_name(trainer: Trainer) -> str | None:
                 [each for each in one if each not in two] for one, two in ((job, other_job), (other_job, job))
             )
             raise ConfigError(
-                f"Hydra's settings differ between ranks: rank 0 has {' '.join(here)}; rank {rank} has {' '.join(there)}. "
-                "Under torchrun or SLURM, set hydra.run.dir=PATH. A sweeper must draw the same values on every rank: set "
-                "its seed, and no storage."
+                f"Hydra's settings differ between ranks: {' '.join(here)} on rank 0, {' '.join(there)} on rank {rank}. "
+                "Under torchrun or SLURM, set hydra.run.dir=PATH. A sweeper must draw the same values on every rank: "
+                "set its seed, and no storage."
             )
         if found != first:
             raise ConfigError(
