@@ -8,7 +8,7 @@ import io
 import os
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -19,7 +19,7 @@ from lumen.console import console, stderr, stdout
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.tools.migrate import COMMAND
-from lumen.tools.migrate.config import ConfigEditor
+from lumen.tools.migrate.config import ConfigEditor, find_config_groups
 from lumen.tools.migrate.names import FileNames
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses, find_unsaved, list_files
 from lumen.tools.migrate.python import FileEditor, MigrationNote, iterate_used_names
@@ -115,15 +115,20 @@ def migrate_project(path: Path) -> list[MigratedFile]:
         after, notes = FileEditor(parsed, classes, used).edit()
         found.append(MigratedFile(file, parsed.text, after, encoding, tuple(notes)))
     uses_lightning = any(parsed.names.all_bindings for parsed, _ in python.values())
-    found += [_migrate_other(file, text, encoding, uses_lightning=uses_lightning) for file, text, encoding in rest]
+    groups = find_config_groups((file, text) for file, text, _ in rest if file.suffix in (".yaml", ".yml"))
+    found += [
+        _migrate_other(file, text, encoding, groups, uses_lightning=uses_lightning) for file, text, encoding in rest
+    ]
     return sorted(each for each in found if each.problem or each.notes or each.after != each.before)
 
 
-def _migrate_other(file: Path, text: str, encoding: str, *, uses_lightning: bool) -> MigratedFile:
+def _migrate_other(
+    file: Path, text: str, encoding: str, groups: Mapping[str, str], *, uses_lightning: bool
+) -> MigratedFile:
     """Return the edits of a file that is not Python."""
     if file.suffix in (".yaml", ".yml") and (uses_lightning or _ANY.search(text)):
         try:
-            after, notes = ConfigEditor(text).edit()
+            after, notes = ConfigEditor(text).edit(groups, file.parent.name)
         except yaml.YAMLError as error:
             problem = f"not valid YAML: {getattr(error, 'problem', None) or error}." if _ANY.search(text) else None
             return MigratedFile(file, problem=problem)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any, final
 
 import yaml
@@ -38,12 +41,23 @@ class ConfigEditor:
         self._notes: dict[MigrationNote, None] = {}
         self._roots = [node for node in yaml.compose_all(text, yaml.SafeLoader) if isinstance(node, yaml.MappingNode)]
 
-    def edit(self) -> tuple[str, list[MigrationNote]]:
-        """Return the text with all edits, and the notes."""
+    def edit(
+        self, groups: Mapping[str, str] = MappingProxyType({}), folder: str = ""
+    ) -> tuple[str, list[MigrationNote]]:
+        """Return the text with all edits, and the notes.
+
+        Args:
+            groups: The result of `find_config_groups`.
+            folder: Name of the file's folder, which is a group of configs in Hydra.
+        """
         for root in self._roots:
             self._edit_top(root)
             for node in _iterate_mappings(root):
                 self._edit_class(node)
+            for name, owner, node in _iterate_named_mappings(root, folder):
+                edited_as_top = owner is root and name == "trainer"
+                if name in groups and not edited_as_top and not {"_target_", "class_path"} & {*_get_entries(node)}:
+                    self._edit_arguments(node, groups[name], (owner, name) if owner is not None else None)
         return self._source.apply_edits(), sorted(self._notes)
 
     def _add_note(self, node: yaml.Node, sentence: str) -> None:
@@ -113,7 +127,7 @@ class ConfigEditor:
         removed = set()
         for key, value in node.value:
             name = key.value.removesuffix("+")
-            if name == "class_path" or _HYDRA_KEY.fullmatch(name):
+            if name in ("class_path", "defaults") or _HYDRA_KEY.fullmatch(name):
                 continue
             change = get_change(owner, name, _as_plain(value))
             if change.sentence:
@@ -160,6 +174,36 @@ class ConfigEditor:
                 self._source.replace(first, self._find_end(value), "")
             else:
                 self._source.replace(entries[number - 1][1].end_mark.index if number else start, end, "")
+
+
+def find_config_groups(configs: Iterable[tuple[PurePath, str]]) -> dict[str, str]:
+    """Return names of Lumen's classes by the keys, or the folders, at which configs of Hydra have Lightning's classes.
+
+    A config may set arguments at such a key, while a config that Hydra composes with it names the class.
+
+    Args:
+        configs: Paths and contents of YAML files; invalid files are ignored.
+    """
+    found: dict[str, set[str]] = {}
+    for path, text in configs:
+        with suppress(yaml.YAMLError):
+            for name, _, node in _iterate_named_mappings(yaml.compose(text, yaml.SafeLoader), path.parent.name):
+                target = _get_entries(node).get("_target_")
+                if target is not None and _LIGHTNING_NAME.fullmatch(str(target.value)):
+                    counterpart = find_counterpart(target.value)
+                    new = counterpart.name if counterpart is not None else None
+                    found.setdefault(name, set()).add(get_short_name(new) if new is not None else "")
+    return {name: owner for name, owners in found.items() if len(owners) == 1 and (owner := min(owners))}
+
+
+def _iterate_named_mappings(
+    node: yaml.Node | None, name: str, owner: yaml.MappingNode | None = None
+) -> Iterator[tuple[str, yaml.MappingNode | None, yaml.MappingNode]]:
+    """Yield each mapping with its key and its owner, which is None for the outermost mapping."""
+    if isinstance(node, yaml.MappingNode):
+        yield name, owner, node
+        for key, value in node.value:
+            yield from _iterate_named_mappings(value, str(key.value), node)
 
 
 def _find_last_scalar(node: yaml.Node) -> yaml.Node:

@@ -61,6 +61,14 @@ def is_module(full: str) -> bool:
     return full in LIGHTNING_PACKAGES or get_short_name(full) in MODULES
 
 
+def is_of_lightning(full: str) -> bool:
+    """Return True for names of Lightning's packages, and for functions that have no rank until Lightning sets it."""
+    module, _, short = full.rpartition(".")
+    return full.split(".")[0] in LIGHTNING_PACKAGES or (
+        module == "lightning_utilities.core.rank_zero" and short in lumen.__all__
+    )
+
+
 def find_new_name(full: str) -> LumenName | None:
     """Return the replacement for a class or function of Lightning, or None if Lumen has no counterpart."""
     short = get_short_name(full)
@@ -147,7 +155,7 @@ class FileNames:
             self.bound.add(node.name)
 
     def _add_binding(self, local: str, full: str, alias: ast.alias, statement: ast.Import | ast.ImportFrom) -> None:
-        if full.split(".")[0] in LIGHTNING_PACKAGES:
+        if is_of_lightning(full):
             if alias.name != "*":
                 self.all_bindings.append(ImportBinding(local, full, alias, statement))
                 self.bindings[local] = self.all_bindings[-1]
@@ -167,7 +175,7 @@ class FileNames:
     def get_lightning_name(self, node: ast.AST) -> str | None:
         """Return the full name of the Lightning object that a name in the file refers to, or None."""
         full = self.get_full_name(node)
-        return full if full is not None and full.split(".")[0] in LIGHTNING_PACKAGES else None
+        return full if full is not None and is_of_lightning(full) else None
 
     def get_binding(self, node: ast.AST) -> ImportBinding | None:
         """Return the binding that a name or the beginning of a dotted name refers to, or None."""
@@ -305,10 +313,12 @@ class ImportEditor:
             for alias in statement.names:
                 binding = bindings.get(id(alias))
                 if binding is None:
-                    plain.append(ast.unparse(alias))
+                    module = statement.module or "" if isinstance(statement, ast.ImportFrom) else None
+                    (plain if module is None else by_module[module]).append(ast.unparse(alias))
                     continue
                 new, is_module_name = find_new_name(binding.full), is_module(binding.full)
-                is_ambiguous, wanted = binding.local in self._names.ambiguous, self._wanted[binding]
+                is_renamed, wanted = new is None or new.name != binding.local, self._wanted[binding]
+                is_ambiguous = is_renamed and binding.local in self._names.ambiguous
                 if new is not None and not is_module_name and not is_ambiguous:
                     add_import(new, self._get_local_name(binding))
                 elif not is_module_name or is_ambiguous or binding in self._kept:
