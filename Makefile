@@ -8,12 +8,13 @@ DEMO = $(VENV)/.demo
 READY = $(VENV)/.ready
 COMPAT = $(VENV)-compat-$(notdir $(PYTHON))-$(TORCH)$(if $(LOWEST),-lowest)
 ECOSYSTEM = $(VENV)-ecosystem
+HYDRA = $(VENV)-hydra
 # Each file runs in one worker, in the order of the folders, so short files come last. Programs often wait, so use three workers.
 # A test over its time limit ends its worker, which is not replaced, so the test is reported once.
 SPREAD = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 PARALLEL = $(BIN)/python -m pytest $(SPREAD)
 
-.PHONY: demo check test test-all compat gpu torture bench ecosystem docs dist installed lint format clean
+.PHONY: demo check test test-all compat gpu torture bench ecosystem hydra docs dist installed lint format clean
 
 demo: $(DEMO) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -32,10 +33,14 @@ test-all: $(READY) lint ## All tests except torture: also groups of processes, p
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
 	$(PARALLEL) -n 3 tests/promises tests/system tests/distributed -m "not torture"
 	$(MAKE) ecosystem
+	$(MAKE) hydra
 	$(MAKE) installed
 
 ecosystem: $(READY) $(ECOSYSTEM)/.ready ## Tests with timm, torchvision, MONAI, PyTorch Geometric and pytorch-forecasting.
 	PYTHONPATH=$(ECOSYSTEM) $(PARALLEL) tests/ecosystem -m "not torture"
+
+hydra: $(READY) $(HYDRA)/.ready ## A project with Hydra, which needs an older OmegaConf outside the environment: see tests/hydra.
+	PYTHONPATH=$(HYDRA) $(PARALLEL) tests/hydra -m "not torture"
 
 compat: $(COMPAT)/.ready ## The tests of make test with other versions, 6 GB: make compat PYTHON=python3.13 TORCH=2.11.0 LOWEST=1
 	$(COMPAT)/bin/python -m pytest $(SPREAD) tests/unit tests/fit -m "not slow and not torture"
@@ -99,6 +104,12 @@ $(VENV)-dist/.ready: constraints.txt
 $(ECOSYSTEM)/.ready: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --target $(ECOSYSTEM) \
 	  torchvision timm pycocotools monai torch_geometric pytorch-forecasting scikit-base
+	touch $@
+
+# hydra-optuna-sweeper requires Optuna 2, and works with the Optuna of the environment.
+$(HYDRA)/.ready: $(READY)
+	$(BIN)/pip install --quiet --target $(HYDRA) hydra-core==1.3.8
+	$(BIN)/pip install --quiet --no-deps --target $(HYDRA) hydra-optuna-sweeper==1.3.0
 	touch $@
 
 $(COMPAT)/.ready: pyproject.toml constraints.txt

@@ -846,6 +846,7 @@ OTHERS = {
     "_asdict", "_fields", "_make", "_replace",  # named tuples
     "_distributed", "_ex_iterable",  # Hugging Face's data sets
     "_strip_protocol",  # fsspec
+    "_target_",  # Hydra
     "_current_frames", "_exit",  # sys and os, which document them
     "_actions", "_typehint",  # argparse and jsonargparse
     "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics

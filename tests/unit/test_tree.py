@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-ROOMS = ("unit", "fit", "distributed", "system", "promises", "ecosystem", "installed")
+ROOMS = ("unit", "fit", "distributed", "system", "promises", "ecosystem", "hydra", "installed")
 #: Folders in `unit` and `fit`: the packages of Lumen, the examples, and the pages whose programs run.
 FOLDERS = {path.parent.name for path in ROOT.glob("lumen/*/__init__.py")} | {"datamodules", "models", "pages"}
 TREES = {

@@ -114,8 +114,8 @@ def migrate_project(path: Path) -> list[MigratedFile]:
     for file, (parsed, encoding) in python.items():
         after, notes = FileEditor(parsed, classes, used).edit()
         found.append(MigratedFile(file, parsed.text, after, encoding, tuple(notes)))
-    uses_lightning = any(parsed.names.all_bindings for parsed, _ in python.values())
     groups = find_config_groups((file, text) for file, text, _ in rest if file.suffix in (".yaml", ".yml"))
+    uses_lightning = bool(groups) or any(parsed.names.all_bindings for parsed, _ in python.values())
     found += [
         _migrate_other(file, text, encoding, groups, uses_lightning=uses_lightning) for file, text, encoding in rest
     ]

@@ -55,9 +55,9 @@ class ConfigEditor:
             for node in _iterate_mappings(root):
                 self._edit_class(node)
             for name, owner, node in _iterate_named_mappings(root, folder):
-                edited_as_top = owner is root and name == "trainer"
+                edited_as_top = name == "trainer" and owner is root
                 if name in groups and not edited_as_top and not {"_target_", "class_path"} & {*_get_entries(node)}:
-                    self._edit_arguments(node, groups[name], (owner, name) if owner is not None else None)
+                    self._edit_arguments(node, groups[name])
         return self._source.apply_edits(), sorted(self._notes)
 
     def _add_note(self, node: yaml.Node, sentence: str) -> None:
@@ -136,7 +136,11 @@ class ConfigEditor:
                 self._replace_entry(node, key, value, change.arguments)
             elif change.arguments is not None:
                 removed.add(key.value)
-        self._remove_entries(node, removed, owner=within)
+        if within is None and node.value and len(removed) == len(node.value):
+            last = node if node.flow_style else _find_last_scalar(node)
+            self._source.replace(node.start_mark.index, last.end_mark.index, "{}")
+        else:
+            self._remove_entries(node, removed, owner=within)
 
     def _replace_entry(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
         """Replace one entry by the new entries."""

@@ -1,9 +1,11 @@
 """Checkpoints outside of the run that wrote them, and the hyperparameters in them."""
 
 import argparse
+import json
 import re
 import types
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -325,20 +327,6 @@ def test_hyperparameters_by_name_dictionary_and_dataclass():
         _ = Given({"x": 1}).hparams.y
 
 
-def test_unsavable_hyperparameter_is_named_before_training(tmp_path):
-    class Holding(Regression):
-        def __init__(self, encoder):
-            lumen.TaskModule.__init__(self)
-            self.save_hyperparameters()
-            self.net = Regression().net
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    with pytest.raises(CheckpointError, match=r"hyperparameters\.encoder"):
-        train_task(tmp_path, Holding(nn.Linear(2, 2)))
-
-
 @pytest.mark.parametrize("name", ["auto", "last", "best"])
 def test_path_named_like_a_setting_is_a_path(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -429,3 +417,43 @@ def test_an_overridden_state_dict_is_named(tmp_path, caplog):
     assert (
         caplog.text.count("Lumen does not call Part.state_dict: checkpoints contain all parameters and buffers.") == 1
     )
+
+
+class HoldingObjects(Regression):
+    def __init__(self, net, make_optimizer, nested, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self):
+        return self.hparams.make_optimizer(self.parameters())
+
+
+def test_objects_in_hyperparameters_are_asked_for(tmp_path, caplog):
+    """Templates for Hydra save the network and the optimizer as hyperparameters."""
+
+    def make(**changed):
+        arguments = {
+            "net": nn.Linear(2, 2),
+            "make_optimizer": partial(torch.optim.SGD, lr=0.1),
+            "nested": {"act": nn.ReLU},
+        }
+        return HoldingObjects(**arguments | changed)
+
+    trainer, task = quiet_trainer(tmp_path, max_steps=2, log_level="INFO"), make()
+    trainer.fit(task, loader(16, 8))
+    assert "checkpoints omit objects in hparams: net, make_optimizer, nested." in caplog.text
+    path = trainer.checkpoint_callback.last_model_path
+    state = json.loads(Path(path, "state.json").read_text())["hyperparameters"]
+    assert state["net"] == {"$object": "Linear"}
+    assert state["nested"] == {"act": {"$object": "the class ReLU"}}
+    with pytest.raises(CheckpointMismatch) as raised:
+        HoldingObjects.load_from_checkpoint(path)
+    assert "HoldingObjects.load_from_checkpoint(PATH, net=..., make_optimizer=..., nested=...)" in str(raised.value)
+    loaded = HoldingObjects.load_from_checkpoint(path, net=None, make_optimizer=None, nested=None)
+    assert loaded.hparams.width == 3
+    assert all(map(torch.equal, loaded.parameters(), task.parameters()))
+    caplog.clear()
+    quiet_trainer(tmp_path, max_steps=3, log_level="INFO", resume="auto").fit(make(), loader(16, 8))
+    assert "model.net" not in caplog.text
+    quiet_trainer(tmp_path, max_steps=4, log_level="INFO", resume="auto").fit(make(net=2), loader(16, 8))
+    assert "model.net was 'Linear', is 2" in caplog.text

@@ -294,6 +294,49 @@ def test_base_class_in_another_file_is_resolved(tmp_path):
     assert "self.log('a', b)" in texts["net.py"]
 
 
+def test_config_groups_of_hydra_are_edited(tmp_path):
+    """Arguments at a key, or in a folder, belong to the class that a different config has there."""
+    before = {
+        "callbacks/best.yaml": "best:\n  _target_: lightning.pytorch.callbacks.ModelCheckpoint\n  monitor: null\n",
+        "callbacks/default.yaml": "defaults:\n  - best\nbest:\n  filename: a # of the file\n  mode: max\n",
+        "experiment/a.yaml": "callbacks:\n  best: {filename: b}\ntrainer: {strategy: ddp_spawn}\n",
+        "experiment/c.yaml": "callbacks: {best: {filename: b}, other: 1}\n",
+        "experiment/b.yaml": "callbacks:\n  best:\n    filename: b\n# end\n",
+        "trainer/default.yaml": "_target_: lightning.Trainer\n",
+        "trainer/ddp.yaml": "defaults: [default]\nstrategy: ddp_spawn\n",
+        "logger/csv.yaml": "_target_: lightning.pytorch.loggers.CSVLogger\n",
+        "logger/tensorboard.yaml": "_target_: lightning.pytorch.loggers.TensorBoardLogger\n",
+        "logger/own.yaml": "save_dir: there\n",
+        "broken/best.yaml": "best: [\n",
+    }
+    for name, text in before.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = {each.path.relative_to(tmp_path).as_posix(): each for each in migrate_project(tmp_path)}
+    assert found["callbacks/default.yaml"].after == "defaults:\n  - best\nbest:\n  mode: max\n"
+    assert "filename of ModelCheckpoint is left out" in found["callbacks/default.yaml"].notes[0].sentence
+    assert found["experiment/a.yaml"].after == "callbacks:\n  best: {}\ntrainer: {strategy: ddp}\n"
+    assert found["experiment/b.yaml"].after == "callbacks:\n  best:\n    {}\n# end\n"  # null would remove the callback
+    assert found["experiment/c.yaml"].after == "callbacks: {best: {}, other: 1}\n"
+    assert found["trainer/ddp.yaml"].after == "defaults: [default]\nstrategy: ddp\n"
+    assert "logger/own.yaml" not in found
+
+
+def test_rank_of_lightning_utilities_becomes_lumens(tmp_path):
+    module = "lightning_utilities.core.rank_zero"
+    check(
+        tmp_path,
+        f"from {module} import rank_prefixed_message, rank_zero_only\ndef f(rank_zero_only): return rank_zero_only\n",
+        f"from {module} import rank_prefixed_message\nfrom lumen import rank_zero_only\n"
+        "def f(rank_zero_only): return rank_zero_only\n",
+    )
+    check(
+        tmp_path,
+        "from lightning_utilities import apply_to_collection\n",
+        "from lightning_utilities import apply_to_collection\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("returned", "after", "said"),
     [
