@@ -34,6 +34,10 @@ def repeat_words() -> list[str]:
     kind = "sweep" if config.mode is not None and config.mode.name == "MULTIRUN" else "run"
     quoted = str(config[kind].dir).replace("'", "\\'")
     # Hydra's parser wants all overrides next to each other.
-    is_override = [word[:1] != "-" and ("=" in word or word[:1] == "~") for word in sys.argv[1:]]
-    end = len(words) - is_override[::-1].index(True) if any(is_override) else len(words)
+    ends = [
+        len(words) - n
+        for n, word in enumerate(reversed(sys.argv[1:]))
+        if word[:1] != "-" and ("=" in word or word[:1] == "~")
+    ]
+    end = ends[0] if ends else len(words)
     return [*words[:end], f"hydra.{kind}.dir='{quoted}'", *words[end:]]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,25 +11,9 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.migrate import run_migrate, run_migrate_write
+from tests.helpers.projects import LIGHTNING, PROJECTS, copy_project, git, lumen
 
-PROJECTS = ROOT / "tests/projects"
 PAGE = ROOT / "docs/migration/move-a-project.md"
-LIGHTNING = re.compile(r"\b(pytorch_)?lightning\b")
-
-
-def copy_project(name, to):
-    """Return a copy of a project, with its repository."""
-    shutil.copytree(PROJECTS / name, to, ignore=shutil.ignore_patterns("__pycache__"))
-    git(to, "init", "-q")
-    git(to, "add", ".")
-    git(to, "commit", "-qm", "written for Lightning")
-    return to
-
-
-def lumen(directory, *words):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "lumen", *words]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
 def start_project_tests(directory, *without):
@@ -88,12 +71,6 @@ def _page(tmp_path):
 
 
 # ---------------------------------------------------------------------- git
-
-
-def git(path, *words):
-    subprocess.run(
-        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=path, check=True, capture_output=True
-    )
 
 
 @pytest.fixture

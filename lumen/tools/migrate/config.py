@@ -18,7 +18,7 @@ from lumen.tools.migrate.names import get_short_name
 from lumen.tools.migrate.python import MigrationNote
 from lumen.tools.migrate.source import EditableSource
 
-_HYDRA_KEY = re.compile("_[a-z]+_")
+_HYDRA_KEY, _TARGET = re.compile("_[a-z]+_"), "_target_"
 _LIGHTNING_NAME = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
 _COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH_NOTE = "For fit, set trainer.resume: auto, last, best, or the path of a run or checkpoint."
@@ -56,7 +56,7 @@ class ConfigEditor:
                 self._edit_class(node)
             for name, owner, node in _iterate_named_mappings(root, folder):
                 edited_as_top = name == "trainer" and owner is root
-                if name in groups and not edited_as_top and not {"_target_", "class_path"} & {*_get_entries(node)}:
+                if name in groups and not edited_as_top and not {_TARGET, "class_path"} & {*_get_entries(node)}:
                     self._edit_arguments(node, groups[name])
         return self._source.apply_edits(), sorted(self._notes)
 
@@ -192,7 +192,7 @@ def find_config_groups(configs: Iterable[tuple[PurePath, str]]) -> dict[str, str
     for path, text in configs:
         with suppress(yaml.YAMLError):
             for name, _, node in _iterate_named_mappings(yaml.compose(text, yaml.SafeLoader), path.parent.name):
-                target = _get_entries(node).get("_target_")
+                target = _get_entries(node).get(_TARGET)
                 if target is not None and _LIGHTNING_NAME.fullmatch(str(target.value)):
                     counterpart = find_counterpart(target.value)
                     new = counterpart.name if counterpart is not None else None
