@@ -36,7 +36,18 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
 }
 ROOMS = sorted({path.relative_to(ROOT / "lumen").parts[0] for path in (ROOT / "lumen").rglob("*.py")})
-FOLDERS = ["conftest.py", "helpers", "unit", "fit", "distributed", "system", "promises", "ecosystem", "hydra", "installed"]
+FOLDERS = [
+    "conftest.py",
+    "helpers",
+    "unit",
+    "fit",
+    "distributed",
+    "system",
+    "promises",
+    "ecosystem",
+    "hydra",
+    "installed",
+]
 
 
 def strip_code(text):
