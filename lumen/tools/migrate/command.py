@@ -23,6 +23,7 @@ from lumen.tools.migrate.config import ConfigEditor, find_config_groups
 from lumen.tools.migrate.names import FileNames
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses, find_unsaved, list_files
 from lumen.tools.migrate.python import FileEditor, MigrationNote, iterate_used_names
+from lumen.tools.migrate.transformers import TrainerEditor, uses_trainer
 from lumen.tools.terminal import format_count, make_table_console
 from lumen.version import DISTRIBUTION
 
@@ -112,7 +113,8 @@ def migrate_project(path: Path) -> list[MigratedFile]:
     classes = ProjectClasses(parsed for parsed, _ in python.values())
     used = frozenset(name for parsed, _ in python.values() for name in iterate_used_names(parsed.tree))
     for file, (parsed, encoding) in python.items():
-        after, notes = FileEditor(parsed, classes, used).edit()
+        editor = TrainerEditor(parsed) if uses_trainer(parsed) else FileEditor(parsed, classes, used)
+        after, notes = editor.edit()
         found.append(MigratedFile(file, parsed.text, after, encoding, tuple(notes)))
     groups = find_config_groups((file, text) for file, text, _ in rest if file.suffix in (".yaml", ".yml"))
     uses_lightning = bool(groups) or any(parsed.names.all_bindings for parsed, _ in python.values())
