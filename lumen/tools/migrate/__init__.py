@@ -3,7 +3,7 @@
 from lumen.cli.commands import Command
 
 COMMAND = Command(
-    "Edit a project that was written for PyTorch Lightning: imports, arguments, hooks, configs.",
+    "Edit a project for PyTorch Lightning, or scripts for the Trainer of transformers.",
     "lumen.tools.migrate.command",
     example="lumen migrate .",
 )

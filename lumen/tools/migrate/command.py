@@ -113,7 +113,8 @@ def migrate_project(path: Path) -> list[MigratedFile]:
     classes = ProjectClasses(parsed for parsed, _ in python.values())
     used = frozenset(name for parsed, _ in python.values() for name in iterate_used_names(parsed.tree))
     for file, (parsed, encoding) in python.items():
-        editor = TrainerEditor(parsed) if uses_trainer(parsed) else FileEditor(parsed, classes, used)
+        is_other = uses_trainer(parsed) and not parsed.names.all_bindings
+        editor = TrainerEditor(parsed) if is_other else FileEditor(parsed, classes, used)
         after, notes = editor.edit()
         found.append(MigratedFile(file, parsed.text, after, encoding, tuple(notes)))
     groups = find_config_groups((file, text) for file, text, _ in rest if file.suffix in (".yaml", ".yml"))
@@ -137,7 +138,8 @@ def _migrate_other(
         if notes or after != text or not _REQUIRED.search(text):
             return MigratedFile(file, text, after, encoding, tuple(notes))
     if file.suffix == ".ipynb":
-        return MigratedFile(file, notes=(MigrationNote(1, _NOTEBOOK_NOTE),) if _ANY.search(text) else ())
+        is_ours = _ANY.search(text) or "TrainingArguments(" in text
+        return MigratedFile(file, notes=(MigrationNote(1, _NOTEBOOK_NOTE),) if is_ours else ())
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _REQUIRED.search(line.split("#")[0])]
     return MigratedFile(file, text, text, encoding, tuple(MigrationNote(number, _PACKAGE_NOTE) for number in lines))
 

@@ -1,12 +1,11 @@
-"""Edits of scripts for transformers' `Trainer`: a task, loaders and a `lumen.Trainer` in place of its arguments."""
+"""Edits of scripts for transformers' `Trainer`: a task, loaders and a `lumen.Trainer` in its place."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
-from collections.abc import Mapping
-from textwrap import indent
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from lumen.tools.migrate.names import get_short_name
@@ -14,152 +13,65 @@ from lumen.tools.migrate.project import ParsedFile
 from lumen.tools.migrate.python import MigrationNote
 from lumen.tools.migrate.source import EditableSource
 
-#: Arguments of `TrainingArguments` that the command translates, by what they become.
-TRANSLATED: Mapping[str, str] = {
-    "output_dir": "`Trainer(default_root_dir=...)`",
-    "run_name": "`Trainer(name=...)`",
-    "num_train_epochs": "`max_epochs`; 3 there if left out",
-    "max_steps": "`max_steps`; a step is an optimizer update in both",
-    "per_device_train_batch_size per_device_eval_batch_size": "`batch_size` of the loaders; 8 there if left out",
-    "dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_drop_last": (
-        "arguments of the loaders"
-    ),
-    "train_sampling_strategy": '`shuffle=True`, in another order; "sequential": no shuffling',
-    "remove_unused_columns": "`RemoveColumnsCollator` in the loaders",
-    "gradient_accumulation_steps": "`accumulate_grad_batches`, or `global_batch_size` for any hardware",
-    "learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon optim": "AdamW in `configure_optimizers`",
-    "lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio": "`get_scheduler` in `configure_optimizers`",
-    "max_grad_norm": "`gradient_clip_val`; 1.0 there if left out, no clipping here",
-    "bf16 fp16": '`precision="bf16"`, `"fp16"`: autocast in both',
-    "tf32": '`matmul_precision="high"`',
-    "torch_compile": "`compile=True`",
-    "gradient_checkpointing gradient_checkpointing_kwargs": "a call in the task's `__init__`",
-    "eval_strategy eval_steps": "each epoch; `val_check_interval=500` counts steps",
-    "save_strategy save_steps save_total_limit": "`lumen.ModelCheckpoint(every_n_train_steps=500, keep_last=2)`",
-    "load_best_model_at_end metric_for_best_model greater_is_better": (
-        '`ModelCheckpoint(monitor=..., mode="max")`, and `validate(ckpt_path="best")` after `fit`'
-    ),
-    "logging_steps": "`log_every_n_steps`; the value of that step, there the mean since the last",
-    "report_to": '`logger=["tensorboard", "wandb"]`',
-    "seed": "`seed`; 42 there if left out, drawn and recorded here",
-    "full_determinism": "`deterministic=True`",
-    "use_cpu": '`accelerator="cpu"`',
-}
-#: Arguments that the command leaves out with a note, unless their value is False or empty.
+_TRANSLATED = (
+    "output_dir run_name num_train_epochs max_steps per_device_train_batch_size per_device_eval_batch_size seed bf16 "
+    "fp16 tf32 torch_compile use_cpu full_determinism gradient_accumulation_steps max_grad_norm learning_rate optim "
+    "weight_decay adam_beta1 adam_beta2 adam_epsilon lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio "
+    "gradient_checkpointing gradient_checkpointing_kwargs eval_strategy eval_steps save_strategy save_steps "
+    "save_total_limit load_best_model_at_end metric_for_best_model greater_is_better logging_steps report_to "
+    "dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_drop_last "
+    "remove_unused_columns train_sampling_strategy "
+)
+_NEUTRAL = (
+    "average_tokens_across_devices use_cache torch_empty_cache_steps logging_first_step log_on_each_node log_level "
+    "logging_nan_inf_filter log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id hub_token "
+    "trackio_static_space_id eval_use_gather_object eval_accumulation_steps save_only_model save_on_each_node "
+    "enable_jit_checkpoint hub_private_repo hub_always_push hub_revision dataloader_pin_memory dataloader_in_order "
+    "restore_callback_states_from_checkpoint dataloader_multiprocessing_context skip_memory_metrics do_train do_eval "
+    "do_predict local_rank logging_dir overwrite_output_dir save_safetensors use_mps_device "
+)
+#: Arguments of `TrainingArguments` that the command translates; older versions of the class have some of them.
+TRANSLATED = frozenset(_TRANSLATED.split())
+#: Arguments that change no number, or that Lumen does without.
+NEUTRAL = frozenset(_NEUTRAL.split())
+#: Arguments that the command leaves out with this note, unless their value is False or empty.
 NOTED: Mapping[str, str] = {
     "optim_args optim_target_modules": "Build the optimizer in configure_optimizers.",
-    "label_smoothing_factor": "Compute the loss with cross_entropy(..., label_smoothing=...) in training_step.",
+    "label_smoothing_factor": "Compute the loss with cross_entropy(..., label_smoothing=...).",
     "activation_checkpointing activation_checkpointing_kwargs": "Call model.gradient_checkpointing_enable().",
     "torch_compile_backend torch_compile_mode": 'Write Trainer(compile={"backend": ..., "mode": ...}).',
     "use_liger_kernel liger_kernel_config": "Apply the kernels to the model before the task is built.",
     "neftune_noise_alpha": "Add the noise in a forward hook of the model's embeddings.",
-    "auto_find_batch_size": "Write Trainer(halve_on_oom=True), which keeps the batch, or add lumen.BatchSizeFinder().",
-    "logging_strategy": 'Write self.log("loss", loss, on_epoch=True) for values of epochs.',
-    "include_num_input_tokens_seen": "Add lumen.ThroughputMonitor, which counts tokens.",
-    "eval_delay eval_on_start": "Call trainer.validate(task, eval_loader) where an evaluation is wanted.",
-    "include_for_metrics batch_eval_metrics eval_do_concat_batches": "Edit validation_step, which collects the outputs.",
-    "prediction_loss_only label_names": "Edit validation_step, which collects the outputs and labels.",
+    "auto_find_batch_size": "Write Trainer(halve_on_oom=True), or add lumen.BatchSizeFinder().",
+    "logging_strategy": "Write self.log(..., on_epoch=True) for values of epochs.",
+    "include_num_input_tokens_seen": "Add lumen.ThroughputMonitor(), which counts tokens.",
+    "eval_delay eval_on_start": "Call trainer.validate(task, eval_loader) for one more evaluation.",
+    "include_for_metrics batch_eval_metrics eval_do_concat_batches": "Edit validation_step.",
+    "prediction_loss_only label_names": "Edit validation_step.",
     "predict_with_generate generation_max_length generation_num_beams generation_config": (
-        "In validation_step, add self.model.generate(...) to self.predictions in place of the logits."
+        "In validation_step, add the result of self.model.generate to self.predictions."
     ),
     "push_to_hub hub_model_id hub_strategy": "Call model.push_to_hub(...) after fit.",
-    "ignore_data_skip": "A resumed run always continues at its position in the data.",
+    "ignore_data_skip": "A resumed run continues at its position in the data.",
     "data_seed": "The trainer's seed also decides the order of the data.",
-    "length_column_name group_by_length sortish_sampler": "Pass a sampler that groups by length to the DataLoader.",
-    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout": (
-        "Write Trainer(strategy=lumen.DDP(...)), with torch's names of arguments."
+    "length_column_name group_by_length sortish_sampler": "Pass a sampler to the DataLoader.",
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": (
+        "Write Trainer(strategy=lumen.DDP(...)), with torch's arguments."
     ),
-    "fsdp fsdp_config": 'Write Trainer(strategy=lumen.FSDP(wrap="BertLayer")), with the class of the model\'s layers.',
-    "deepspeed parallelism_config accelerator_config": "Write Trainer(strategy=lumen.FSDP(...)); there is no DeepSpeed.",
-    "resume_from_checkpoint": 'Write Trainer(resume="auto"), or resume with the path of a checkpoint of Lumen.',
-    "fp16_full_eval bf16_full_eval": 'Write Trainer(precision="bf16-true"), or convert the model before validate.',
+    "ddp_backend ddp_timeout": "Write Trainer(strategy=lumen.DDP(...)).",
+    "fsdp fsdp_config": 'Write Trainer(strategy=lumen.FSDP(wrap="BertLayer")), with your layer.',
+    "deepspeed parallelism_config accelerator_config": "Write Trainer(strategy=lumen.FSDP(...)).",
+    "resume_from_checkpoint": 'Write Trainer(resume="auto"), or the path of a checkpoint of Lumen.',
+    "fp16_full_eval bf16_full_eval": "Convert the model before trainer.validate.",
     "debug": "Write Trainer(detect_anomaly=True).",
 }
-#: Arguments that change no number, or that Lumen does without. Older versions have some of them.
-NEUTRAL = frozenset(
-    [
-        "average_tokens_across_devices",
-        "use_cache",
-        "torch_empty_cache_steps",
-        "logging_first_step",
-        "log_on_each_node",
-        "logging_nan_inf_filter",
-        "log_level",
-        "log_level_replica",
-        "disable_tqdm",
-        "project",
-        "trackio_space_id",
-        "trackio_bucket_id",
-        "trackio_static_space_id",
-        "eval_use_gather_object",
-        "eval_accumulation_steps",
-        "save_only_model",
-        "save_on_each_node",
-        "enable_jit_checkpoint",
-        "hub_token",
-        "hub_private_repo",
-        "hub_always_push",
-        "hub_revision",
-        "dataloader_pin_memory",
-        "restore_callback_states_from_checkpoint",
-        "dataloader_multiprocessing_context",
-        "dataloader_in_order",
-        "skip_memory_metrics",
-        "do_train",
-        "do_eval",
-        "do_predict",
-        "local_rank",
-        "logging_dir",
-        "overwrite_output_dir",
-        "save_safetensors",
-        "use_mps_device",
-    ]
-)
-_OLD_NAMES = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "tokenizer": "processing_class"}
-_NOTE_OF = {name: sentence for names, sentence in NOTED.items() for name in names.split()}
-_KNOWN = {name for names in TRANSLATED for name in names.split()}
-_TRAINERS, _ARGUMENTS = ("Trainer", "Seq2SeqTrainer"), ("TrainingArguments", "Seq2SeqTrainingArguments")
-_POSITIONAL = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
-_TRAINER_NOTES = {
-    "model_init": "Build the model, and pass it to the task.",
-    "compute_loss_func": 'Write loss = compute_loss_func(outputs, batch["labels"]) in training_step.',
-    "optimizers": "Return the optimizer and the schedule from configure_optimizers of the task.",
-    "optimizer_cls_and_kwargs": "Build the optimizer in configure_optimizers of the task.",
-}
-_CALLBACKS = ("EarlyStoppingCallback", "TrainerCallback")
-_METHOD_NOTES = {
-    "predict": "Write predict_step in the task. trainer.predict(task, DataLoader(...)) returns its value per batch.",
-    "state": "Read trainer.global_step, current_epoch and callback_metrics; metrics.csv in trainer.run_directory has "
-    "all values.",
-    "add_callback": "Pass the callback to Trainer(callbacks=[...]).",
-    "push_to_hub": "Write model.push_to_hub(...).",
-    "model": "Read task.model.",
-    **dict.fromkeys(("log_metrics", "save_metrics"), "Lumen writes metrics.csv into trainer.run_directory."),
-}
-_OVERRIDE_NOTES = {
-    **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"),
-                    "Write configure_optimizers."),
-    **dict.fromkeys(("get_train_dataloader", "_get_train_sampler", "get_eval_dataloader", "_get_eval_sampler"),
-                    "Build the DataLoader that fit receives."),
-    **dict.fromkeys(("training_step", "prediction_step", "evaluate", "evaluation_loop", "predict"),
-                    "Write training_step(self, batch), validation_step(self, batch) or predict_step(self, batch)."),
-    **dict.fromkeys(("save_model", "_save", "_save_checkpoint"), "Write on_save_checkpoint."),
-    "log": "Write a lumen.Logger with log_metrics(self, metrics, step).",
-}  # fmt: skip
-#: Events of `TrainerCallback` that are hooks of `lumen.Callback`.
+#: Events of `TrainerCallback`, with the hooks of `lumen.Callback`; for the others, the note.
 EVENTS: Mapping[str, str] = {
     "on_train_begin": "on_train_start", "on_train_end": "on_train_end", "on_epoch_begin": "on_train_epoch_start",
     "on_epoch_end": "on_train_epoch_end", "on_step_begin": "on_train_batch_start", "on_step_end": "on_step_end",
     "on_pre_optimizer_step": "on_before_optimizer_step", "on_substep_end": "on_train_batch_end",
     "on_evaluate": "on_validation_end", "on_log": "on_step_end", "on_predict": "on_predict_end",
 }  # fmt: skip
-EVENT_NOTES: Mapping[str, str] = {
-    "on_init_end": "Write setup(self, trainer, task, stage).",
-    "on_optimizer_step": "Write on_step_end, or on_before_optimizer_step.",
-    "on_prediction_step": "Write on_validation_batch_end.",
-    "on_save": "Write on_save_checkpoint(self, trainer, task, checkpoint), or on_train_end.",
-    "on_push_begin": "Call model.push_to_hub(...) after fit.",
-}
 _EVENT_VALUES = {
     "state.global_step": "trainer.global_step", "state.max_steps": "trainer.max_steps",
     "state.epoch": "trainer.current_epoch", "state.is_world_process_zero": "trainer.is_global_zero",
@@ -167,19 +79,66 @@ _EVENT_VALUES = {
     "args.num_train_epochs": "trainer.max_epochs", "control.should_training_stop": "trainer.should_stop",
     "kwargs['model']": "pl_module.model", "kwargs.get('model')": "pl_module.model",
 }  # fmt: skip
-_EVENT_PARAMETERS = {
-    "model": "pl_module.model", "metrics": "trainer.newest_values", "logs": "trainer.newest_values",
-    "optimizer": "trainer.optimizers[0]", "lr_scheduler": "trainer.lr_scheduler_configs[0].scheduler",
-}  # fmt: skip
-_UNKNOWN = object()
-_CAUSAL, _TOKENS = r"ForCausalLM|LMHeadModel", r"For(MaskedLM|TokenClassification|Seq2SeqLM|ConditionalGeneration)"
+_EVENT_PARAMETERS = {"model": "pl_module.model", **dict.fromkeys(("metrics", "logs"), "trainer.newest_values")}
+_BUILD = "Write configure_optimizers, which builds the optimizer and the schedule."
+_PREDICT = "Write predict_step in the task. trainer.predict(task, DataLoader(...)) returns its values."
+_LOADER = "Build the DataLoader, and pass it to fit or validate."
+#: Notes on other arguments, methods and attributes of the trainer, and on events.
+NOTES: Mapping[str, str] = {
+    "model_init": "Build the model, and pass it to the task.",
+    "compute_loss_func": 'Write loss = compute_loss_func(outputs, batch["labels"]) in training_step.',
+    "optimizers optimizer_cls_and_kwargs create_optimizer create_scheduler create_optimizer_and_scheduler": _BUILD,
+    "predict": _PREDICT,
+    "training_step prediction_step": "Write training_step(self, batch) and validation_step(self, batch).",
+    "evaluate get_train_dataloader get_eval_dataloader _get_train_sampler": _LOADER,
+    "log": "Write a lumen.Logger with log_metrics(self, metrics, step).",
+    "state": "Read trainer.global_step and trainer.callback_metrics. metrics.csv in the run directory has all values.",
+    "log_metrics save_metrics": "Lumen writes metrics.csv into trainer.run_directory.",
+    "add_callback": "Pass the callback to Trainer(callbacks=[...]).",
+    "push_to_hub on_push_begin": "Call model.push_to_hub(...) after fit.",
+    "model": "Read task.model.",
+    "on_init_end": "Write setup(self, trainer, pl_module, stage).",
+    "on_optimizer_step": "Write on_step_end, or on_before_optimizer_step.",
+    "on_prediction_step": "Write on_validation_batch_end.",
+    "on_save": "Write on_save_checkpoint(self, trainer, pl_module, checkpoint), or on_train_end.",
+}
+_PARSED = (
+    "learning_rate weight_decay per_device_train_batch_size per_device_eval_batch_size bf16 fp16 max_grad_norm "
+    "gradient_accumulation_steps logging_steps output_dir seed"
+)
+_CHOICES = ("eval_strategy", "save_strategy", "metric_for_best_model", "greater_is_better", "max_steps", "report_to")
+_OLD_NAMES = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "tokenizer": "processing_class"}
+_TRAINERS, _ARGUMENTS = ("Trainer", "Seq2SeqTrainer"), ("TrainingArguments", "Seq2SeqTrainingArguments")
+_REPLACED = (*_TRAINERS, *_ARGUMENTS, "TrainerCallback", "EarlyStoppingCallback")
+_POSITIONAL = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
+_OF_TRAINER = (*_POSITIONAL, "processing_class", "compute_metrics", "callbacks", "preprocess_logits_for_metrics")
+_NOT_EDITED = "not edited: a file needs one statement that assigns its only Trainer, with a model."
+_TOKEN_COUNTS = {
+    r"ForCausalLM|LMHeadModel": '(batch["labels"][:, 1:] != -100).sum()',
+    r"For(MaskedLM|TokenClassification|Seq2SeqLM|ConditionalGeneration)$": '(batch["labels"] != -100).sum()',
+}
+_UNKNOWN = object()  # the value of an argument that is no literal
 _WIDTH = 100
+_METRICS = """
+    def on_validation_epoch_start(self):
+        self.predictions, self.labels = EvalLoopContainer(), EvalLoopContainer()
+
+    def validation_step(self, batch):
+        loss, outputs = {0}
+        self.log("eval_loss", loss)
+        self.predictions.add({1})
+        self.labels.add(batch["labels"])
+
+    def on_validation_epoch_end(self):
+        # Each process computes the metrics of its own samples, and Lumen averages them.
+        found = EvalPrediction(self.predictions.get_arrays(), self.labels.get_arrays())
+        metrics = self.compute_metrics(found)
+        self.log_dict({{f"eval_{{name}}": value for name, value in metrics.items()}})"""
 
 
 def uses_trainer(file: ParsedFile) -> bool:
     """Return True if a file uses the `Trainer` of transformers, its arguments or its callbacks."""
-    names = (*_TRAINERS, *_ARGUMENTS, *_CALLBACKS)
-    return any(_get_class(file, node) in names for node in ast.walk(file.tree))
+    return any(_get_class(file, node) in _REPLACED for node in ast.walk(file.tree))
 
 
 def _get_class(file: ParsedFile, node: ast.AST) -> str | None:
@@ -188,11 +147,17 @@ def _get_class(file: ParsedFile, node: ast.AST) -> str | None:
     return get_short_name(full) if full is not None and full.startswith("transformers.") else None
 
 
-def _binds(function: ast.FunctionDef, name: str | None) -> bool:
-    """Return True if a function has a parameter or a local variable of a name."""
-    names = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
-    stored = (each for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
-    return name in names | {each.id for each in stored}
+def _find_note(notes: Mapping[str, str], name: str) -> str | None:
+    return next((sentence for names, sentence in notes.items() if name in names.split()), None)
+
+
+def _read_literal(text: str) -> Any:
+    """Return the value of a literal or of an enumeration's member, or `_UNKNOWN`."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        found = re.fullmatch(r"(?:\w+\.)*(?:\w+Strategy|SchedulerType)\.(\w+)", text)
+        return found[1].lower() if found else _UNKNOWN
 
 
 @final
@@ -205,212 +170,215 @@ class TrainerEditor:
 
     def __init__(self, file: ParsedFile) -> None:
         self._file, self._source = file, EditableSource(file.text)
+        self._nodes = [*ast.walk(file.tree)]
         self._notes: dict[MigrationNote, None] = {}
-        self._imports: set[str] = set()  # full names to import; a module for a name without a dot
-        self._values: dict[str, str] = {}  # the texts of the arguments
+        self._imports = {"lumen"}  # full names to import, or a module
+        self._values: dict[str, str] = {}  # the texts of the arguments, by name
+        self._texts: dict[str, str] = {}  # the texts of the trainer's arguments
         self._task = self._find_free_name("ModelTask")
-        classes = [node for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
+        classes = [node for node in self._nodes if isinstance(node, ast.ClassDef)]
         bases = {node: {_get_class(file, base) for base in node.bases} for node in classes}
         self._trainers = {node.name: node for node in classes if bases[node] & {*_TRAINERS}}
         self._callbacks = [node for node in classes if "TrainerCallback" in bases[node]]
 
     def edit(self) -> tuple[str, list[MigrationNote]]:
         """Return the text with all edits, and the notes."""
-        calls = [node for node in ast.walk(self._file.tree) if isinstance(node, ast.Call)]
-        trainers = [node for node in calls if self._is_trainer(node.func)]
-        assigned = {node.value: node for node in ast.walk(self._file.tree) if isinstance(node, ast.Assign)}
-        if len(trainers) == 1 and trainers[0] in assigned:
+        trainers = [node for node in self._nodes if isinstance(node, ast.Call) and self._is_trainer(node.func)]
+        assigned = {node.value: node for node in self._nodes if isinstance(node, ast.Assign)}
+        has_model = any(each.args or "model" in [item.arg for item in each.keywords] for each in trainers)
+        if len(trainers) == 1 and trainers[0] in assigned and has_model:
             self._edit_run(assigned[trainers[0]], trainers[0])
-        for each in trainers if len(trainers) > 1 or not self._values else ():
-            self._note(each, "not edited: write the script so that one statement assigns the only Trainer of the file.")
-        for each in self._trainers.values() if not trainers else ():
-            self._note(each, "not edited: move this class into the file that builds the trainer.")
-        for node in self._callbacks:
-            self._edit_callback(node)
-        for call in calls:
-            if _get_class(self._file, call.func) == "EarlyStoppingCallback":
-                self._edit_early_stopping(call)
-        self._edit_imports()
+        else:
+            for node in trainers or self._trainers.values():
+                self._note(node, _NOT_EDITED)
+        for owner in self._callbacks:
+            self._edit_callback(owner)
+        for call in self._nodes:
+            if isinstance(call, ast.Call) and _get_class(self._file, call.func) == "EarlyStoppingCallback":
+                self._source.replace_node(call, self._write_early_stopping(call))
+        try:
+            self._edit_imports()
+        except SyntaxError:
+            return self._file.text, [MigrationNote(1, "not edited: the layout of this file is not supported.")]
         return self._source.apply_edits(), sorted(self._notes)
-
-    def _note(self, node: ast.AST, sentence: str) -> None:
-        self._notes[MigrationNote(self._source.get_line_number(self._source.get_span(node)[0]), sentence)] = None
 
     def _is_trainer(self, node: ast.expr) -> bool:
         return _get_class(self._file, node) in _TRAINERS or getattr(node, "id", "") in self._trainers
 
+    def _note(self, node: ast.AST, sentence: str) -> None:
+        self._notes[MigrationNote(self._source.get_line_number(self._source.get_span(node)[0]), sentence)] = None
+
     def _find_free_name(self, name: str) -> str:
-        """Return the name, with underscores if the file binds it already."""
+        """Return the name, with underscores if the file binds the name already."""
         return self._find_free_name(f"{name}_") if name in self._file.names.bound else name
 
     def _get_text(self, node: ast.AST) -> str:
         text = self._source.get_text(node)
         return ast.unparse(node) if "\n" in text else text
 
-    def _use(self, *names: str) -> None:
-        self._imports.update(names)
-
-    def _walk_scope(self, node: ast.AST, name: str | None) -> Iterator[ast.AST]:
-        """Yield the nodes of the scope that binds a name for a node: its function, or the module without others."""
-        functions = [each for each in ast.walk(self._file.tree) if isinstance(each, ast.FunctionDef)]
-        binding = [each for each in functions if _binds(each, name)]
-        holding = [each for each in binding if any(part is node for part in ast.walk(each))]
-        scope = holding[-1] if holding else self._file.tree
-        others = {part for each in binding if each not in holding for part in ast.walk(each)}
-        yield from (each for each in ast.walk(scope) if each not in others)
+    def _remove_statement(self, node: ast.stmt) -> None:
+        start, end = self._source.get_span(node)
+        self._source.replace(self._source.find_line_start(start), self._source.find_line_end(end - 1), "")
 
     # ------------------------------------------------------------------ arguments
 
     def _get(self, name: str, default: Any = None) -> Any:
         """Return the value of an argument, or `_UNKNOWN` if it is no literal."""
-        text = self._values.get(name, repr(default))
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            found = re.fullmatch(r"(?:\w+\.)*(?:\w+Strategy|SchedulerType)\.(\w+)", text)
-            return found[1].lower() if found else _UNKNOWN
+        return _read_literal(self._values[name]) if name in self._values else default
+
+    def _get_strategy(self, name: str, default: str) -> str:
+        """Return a strategy; "steps" or "epoch" if the script decides when it runs."""
+        found = self._get(name, default)
+        if found is _UNKNOWN:
+            return "steps" if "steps" in self._values[name] else "epoch"
+        return str(found or "no").lower()
 
     def _read_arguments(self, trainer: ast.Call) -> dict[str, ast.expr]:
-        """Read the arguments of the trainer and of its `TrainingArguments`, and note those that are left out."""
+        """Read the arguments of the trainer and its `TrainingArguments`, and note those that are left out."""
         given: dict[str, ast.expr] = dict(zip(_POSITIONAL, trainer.args, strict=False))
         given |= {_OLD_NAMES.get(each.arg, each.arg): each.value for each in trainer.keywords if each.arg}
-        source = given.get("args")
-        name = getattr(source, "id", None)
-        found = [each for each in self._walk_scope(trainer, name) if isinstance(each, ast.Assign)
-                 and name in [getattr(target, "id", None) for target in each.targets]]  # fmt: skip
+        self._texts = {name: self._get_text(node) for name, node in given.items()}
+        source, name = given.get("args"), self._texts.get("args", "")
+        nodes = [*self._iterate_scope(trainer, name)]
+        found = [each for each in nodes if isinstance(each, ast.Assign) and name in map(self._get_text, each.targets)]
         call = found[0].value if len(found) == 1 else source
-        is_known = isinstance(call, ast.Call) and _get_class(self._file, call.func) in _ARGUMENTS
-        if isinstance(call, ast.Call) and is_known and all(each.arg for each in call.keywords):
-            self._values = {"output_dir": self._get_text(each) for each in call.args[:1]}
+        if source is None:
+            self._values = {"output_dir": '"tmp_trainer"'}
+        elif (
+            isinstance(call, ast.Call)
+            and _get_class(self._file, call.func) in _ARGUMENTS
+            and all(item.arg for item in call.keywords)
+        ):
+            self._values = {"output_dir": self._get_text(call.args[0])} if call.args else {}
             for item in call.keywords:
                 key = _OLD_NAMES.get(str(item.arg), str(item.arg))
                 self._values[key] = self._get_text(item.value)
-                if key not in _KNOWN | NEUTRAL and (self._get(key) or key not in _NOTE_OF):
-                    self._note(item.value, f"{key} is left out. {_NOTE_OF.get(key, 'Lumen has no such argument.')}")
-            if found and name is not None:
-                self._edit_reads(name, found[0])
-        elif source is not None:
-            text = self._get_text(source)
-            of_run = (
-                "seed output_dir max_grad_norm learning_rate weight_decay gradient_accumulation_steps logging_steps"
-            )
-            batches = "per_device_train_batch_size per_device_eval_batch_size bf16 fp16"
-            self._values = {key: f"{text}.{key}" for key in f"{of_run} {batches}".split()}
-            self._values["num_train_epochs"] = f"int({text}.num_train_epochs)"
-            self._note(
-                source, f"{text} is known when the script runs. Its other arguments (strategies, schedule, metric) are "
-                "not read: write them here, or write a config for lumen fit."
-            )  # fmt: skip
+                sentence = next(
+                    (NOTED[names] for names in NOTED if key in names.split()), "Lumen has no such argument."
+                )
+                if key in _CHOICES and self._get(key) is _UNKNOWN:
+                    self._note(item.value, f"{key} is known when the script runs. Check the trainer's arguments.")
+                if key not in TRANSLATED | NEUTRAL and self._get(key):
+                    self._note(item.value, f"{key} is left out. {sentence}")
+            if found:
+                self._replace_reads(name, nodes, found[0])
         else:
-            self._values = {"output_dir": '"tmp_trainer"'}
+            self._values = {key: f"{name}.{key}" for key in _PARSED.split()}
+            self._values["num_train_epochs"] = f"int({name}.num_train_epochs)"
+            self._note(source, f"{name} is known when the script runs: write its strategies, schedule and metric here.")
         return given
 
-    def _edit_reads(self, name: str, statement: ast.Assign) -> None:
+    def _replace_reads(self, name: str, nodes: list[ast.AST], statement: ast.Assign) -> None:
         """Replace reads of `TrainingArguments` by their values, and remove the statement if no other use is left."""
-        nodes = [*self._walk_scope(statement, name)]
-        uses = [each for each in nodes if getattr(each, "id", None) == name]
-        reads = [each for each in nodes if getattr(getattr(each, "value", None), "id", None) == name
-                 and isinstance(each, ast.Attribute) and each.attr in self._values]  # fmt: skip
+        kinds = ast.Name | ast.Attribute
+        names: list[ast.expr] = [each for each in nodes if isinstance(each, kinds) and self._get_text(each) == name]
+        reads = [each for each in nodes if isinstance(each, ast.Attribute) and each.value in names]
         for each in reads:
-            self._source.replace_node(each, self._values[each.attr])
-        if len(uses) == len(reads) + 2:  # The others are the assignment and the argument of the trainer.
-            start, end = self._source.get_span(statement)
-            self._source.replace(self._source.find_line_start(start), self._source.find_line_end(end - 1), "")
+            if each.attr in self._values:
+                names.remove(each.value)
+                self._source.replace_node(each, self._values[each.attr])
+        if len(names) == 2:  # These are the assignment and the argument of the trainer.
+            self._remove_statement(statement)
         else:
             self._note(statement, f"{name} is read in other places, but not by Lumen.")
+
+    def _iterate_scope(self, node: ast.AST, name: str) -> Iterator[ast.AST]:
+        """Yield the nodes of the function that binds a name at a node, or of the module without such functions."""
+        functions = {each: {*ast.walk(each)} for each in self._nodes if isinstance(each, ast.FunctionDef)}
+        binding = [parts for parts in functions.values() if any(
+            getattr(each, "arg", None) == name or (getattr(each, "id", None) == name and isinstance(each, ast.Name)
+            and isinstance(each.ctx, ast.Store)) for each in parts if not isinstance(each, ast.keyword))]  # fmt: skip
+        scope = [parts for parts in binding if node in parts]
+        others = set().union(*(parts for parts in binding if node not in parts))
+        yield from (each for each in self._nodes if each not in others and (not scope or each in scope[-1]))
 
     # ------------------------------------------------------------------ the run
 
     def _edit_run(self, statement: ast.Assign, call: ast.Call) -> None:
-        """Replace the statement that builds the trainer, and the calls of the trainer."""
+        """Replace the statement that builds the trainer, and the calls of the trainer; insert the task."""
         given = self._read_arguments(call)
-        texts = {name: self._get_text(each) for name, each in given.items()}
-        for name, sentence in _TRAINER_NOTES.items():
-            if name in given:
-                self._note(given[name], f"{name} is left out. {sentence}")
-        own = getattr(call.func, "id", "") if getattr(call.func, "id", "") in self._trainers else None
-        model = texts.get("model", "model")
-        evaluates = "eval_dataset" in texts and texts["eval_dataset"] != "None"
-        metrics = texts.get("compute_metrics") if evaluates else None
-        hyper = self._list_hyperparameters()
-        task, train, evaluation = map(self._find_free_name, ("task", "train_loader", "eval_loader"))
+        known = {name for names in NOTES for name in names.split()}
+        for name in known & given.keys() - {"model"}:
+            self._note(given[name], f"{name} is left out. {_find_note(NOTES, name)}")
+        own = getattr(call.func, "id", "") if getattr(call.func, "id", "") in self._trainers else ""
+        evaluates = self._texts.get("eval_dataset", "None") != "None"
+        validates = evaluates and self._get_strategy("eval_strategy", "no") != "no"
+        prefix, dot, _ = self._get_text(statement.targets[0]).rpartition(".")
+        words = map(self._find_free_name, ("task", "train_loader", "eval_loader"))
+        task, train, evaluation = (f"{prefix}{dot}{word}" for word in words)
         at = self._source.get_indent(self._source.get_span(statement)[0])
+        newline, target = f"{self._source.newline}{at}", self._get_text(statement.targets[0])
         lines: list[str] = []
 
-        def add(head: str, arguments: Mapping[str, str] | list[str], tail: str = ")") -> None:
-            items = arguments if isinstance(arguments, list) else [f"{key}={value}" for key, value in arguments.items()]
+        def add(head: str, items: list[str], tail: str = ")") -> None:
             lines.extend(_write_call(head, items, tail, _WIDTH - len(at)))
 
-        if not isinstance(given.get("model"), ast.Name | ast.Attribute):
-            lines.append(f"model = {model}")
-            model = "model"
-        more = {"compute_metrics": metrics, "preprocess_logits": texts.get("preprocess_logits_for_metrics")}
-        arguments = [f"{'model=' if own else ''}{model}", *(f"{key}={value}" for key, value in hyper.items())]
-        arguments += [f"{key}={value}" for key, value in more.items() if value and evaluates]
-        known = {*_POSITIONAL, *more, *_TRAINER_NOTES, "callbacks", "processing_class", "preprocess_logits_for_metrics"}
-        arguments += [f"{name}={text}" for name, text in texts.items() if name not in known]
-        collator = self._write_collator(texts, model, add)
-        task_class = re.sub("Trainer$", "Task", own) if own else self._task
-        add(f"{task} = {task_class}(", arguments)
-        add(f"{train} = DataLoader(", self._list_loader_arguments(texts.get("train_dataset", "None"), collator, True))
-        loader = self._list_loader_arguments(texts.get("eval_dataset", "None"), collator, False)
+        if isinstance(given["model"], ast.Name | ast.Attribute):
+            model = self._texts["model"]
+        else:
+            model = self._find_free_name("model")
+            lines.append(f"{model} = {self._texts['model']}")
+        collator = self._write_collator(model, add)
+        arguments = {"model": model, **self._list_hyperparameters()}
         if evaluates:
-            add(f"{evaluation} = DataLoader(", loader)
-        validates = evaluates and self._get("eval_strategy", "no") not in ("no", None)
-        target = self._get_text(statement.targets[0])
+            named = {"compute_metrics": "compute_metrics", "preprocess_logits": "preprocess_logits_for_metrics"}
+            arguments |= {name: self._texts[key] for name, key in named.items() if key in self._texts}
+        arguments |= {key: text for key, text in self._texts.items() if key not in {*_OF_TRAINER, *known}}
+        task_class = re.sub("Trainer$", "Task", own) or self._task
+        add(f"{task} = {task_class}(", [f"{key}={text}" for key, text in arguments.items()])
+        for name, kind in ((train, "train"), (evaluation, "eval")):
+            dataset = given.get(f"{kind}_dataset")
+            optional = (isinstance(dataset, ast.IfExp) and self._get_text(dataset.orelse) == "None" and dataset) or None
+            texts = [self._get_text(optional.body if optional else dataset or call)]
+            tail = f") if {self._get_text(optional.test)} else None" if optional else ")"
+            if kind == "train" or evaluates:
+                add(f"{name} = DataLoader(", [*texts, *self._list_loader_arguments(kind, collator)], tail)
         add(f"{target} = lumen.Trainer(", self._list_trainer_arguments(given.get("callbacks"), validates))
-        self._use("lumen", "torch", "torch.utils.data.DataLoader")
-        self._source.replace_node(statement, f"{self._source.newline}{at}".join(lines))
-        words = f"{task}, {train}{f', {evaluation}' if validates else ''}"
-        best = f'{target}.validate({task}, {evaluation}, ckpt_path="best")  # loads the best weights'
-        after = f"{{}}{best}" if validates and self._get("load_best_model_at_end") else ""
-        for each in ast.walk(self._file.tree):
-            if isinstance(each, ast.Expr | ast.Assign | ast.Return) and isinstance(each.value, ast.Call):
-                self._edit_train(each, each.value, target, words, after)
-            if isinstance(each, ast.Call):
-                self._edit_call(each, target, f"{task}, {evaluation}" if evaluates else None, texts, model)
-            if isinstance(each, ast.Attribute) and self._get_text(each.value) == target and each.attr in _METHOD_NOTES:
-                self._note(each, f"{target}.{each.attr}: {_METHOD_NOTES[each.attr]}")
-        owner = self._trainers[own] if own else None
-        self._insert_task(
-            self._write_task(hyper, metrics, more["preprocess_logits"], evaluates, owner, given), statement
-        )
-        if owner is not None and own is not None:
-            self._edit_subclass(owner, own, task_class)
+        self._imports |= {"torch", "torch.utils.data.DataLoader"}
+        self._source.replace_node(statement, newline.join(lines))
+        fit = f"{target}.fit({', '.join([task, train, *([evaluation] if validates else [])])})"
+        if validates and self._get("load_best_model_at_end"):
+            fit += f'{{newline}}{target}.validate({task}, {evaluation}, ckpt_path="best")  # loads the best weights'
+        validate = f"{target}.validate({task}, {evaluation})[0]" if evaluates else ""
+        scope = {*self._iterate_scope(statement, target)}
+        for each in self._nodes:
+            if isinstance(each, ast.Attribute) and self._get_text(each.value) == target:
+                if each in scope:
+                    self._edit_use(each, fit, validate, model)
+                elif each.attr in ("train", "evaluate", "save_model"):
+                    self._note(each, f"not edited: {target} is built in another function, with its task and loaders.")
+        owner = self._trainers.get(own)
+        self._insert_task(self._write_task(given, arguments, owner, evaluates), statement)
+        if owner is not None:
+            self._edit_subclass(owner)
 
-    def _edit_train(self, statement: ast.stmt, call: ast.Call, target: str, words: str, after: str) -> None:
-        if not isinstance(call.func, ast.Attribute) or call.func.attr != "train":
-            return
-        if self._get_text(call.func.value) != target:
-            return
-        if call.args or call.keywords:
-            self._note(call, f"{_NOTE_OF['resume_from_checkpoint']} The arguments of train are left out.")
-        if not isinstance(statement, ast.Expr):
-            self._note(call, "fit returns None. Read trainer.callback_metrics.")
-        at = self._source.get_indent(self._source.get_span(statement)[0])
-        self._source.replace_node(call, f"{target}.fit({words})" + after.format(f"{self._source.newline}{at}"))
-
-    def _edit_call(self, call: ast.Call, target: str, words: str | None, texts: Mapping[str, str], model: str) -> None:
-        """Edit a call of `evaluate` or `save_model`."""
-        method = call.func
-        if not isinstance(method, ast.Attribute) or self._get_text(method.value) != target:
-            return
-        if method.attr == "evaluate":
-            if call.args or call.keywords or words is None:
-                self._note(call, f"Write {target}.validate(task, DataLoader(...))[0].")
-            else:
-                self._source.replace_node(call, f"{target}.validate({words})[0]")
-        elif method.attr == "save_model":
-            where = [self._get_text(each) for each in (*call.args, *(item.value for item in call.keywords))][:1]
-            start, end = self._source.get_span(method)
-            self._source.replace(start, end, f"{model}.save_pretrained")
-            if not where:
-                self._source.replace(end, self._source.get_span(call)[1], f"({self._values['output_dir']})")
-            if "processing_class" in texts:
-                self._note(call, f"Also write {texts['processing_class']}.save_pretrained(...).")
+    def _edit_use(self, node: ast.Attribute, fit: str, validate: str, model: str) -> None:
+        """Edit or note a use of the trainer."""
+        call = next((each for each in self._nodes if isinstance(each, ast.Call) and each.func is node), None)
+        words = [] if call is None else [*call.args, *(item.value for item in call.keywords)]
+        start = self._source.get_span(node)[0]
+        if node.attr == "train" and call is not None:
+            if any(self._get_text(word) != "None" for word in words):
+                self._note(node, f"the arguments of train are left out. {NOTED['resume_from_checkpoint']}")
+            line = self._source.text[self._source.find_line_start(start) : start].strip()
+            if line:
+                self._note(node, "fit returns None. Read trainer.callback_metrics.")
+            self._source.replace_node(
+                call, fit.format(newline=f"{self._source.newline}{self._source.get_indent(start)}")
+            )
+        elif node.attr == "evaluate" and call is not None and validate and not words:
+            self._source.replace_node(call, validate)
+        elif node.attr == "save_model" and call is not None:
+            self._source.replace_node(node, f"{model}.save_pretrained")
+            if not words:
+                self._source.replace_node(call, f"{model}.save_pretrained({self._values['output_dir']})")
+            if "processing_class" in self._texts:
+                self._note(node, f"also write {self._texts['processing_class']}.save_pretrained(...).")
+        elif sentence := _find_note(NOTES, node.attr):
+            self._note(node, f"{node.attr}: {sentence}")
 
     def _list_hyperparameters(self) -> dict[str, str]:
-        """Return the arguments of the task that configure its optimizer."""
+        """Return the arguments of the task that configure its optimizer and schedule."""
         values = self._values
         found = {"lr": values.get("learning_rate", "5e-5")}
         if self._get("weight_decay", 0.0):
@@ -419,167 +387,154 @@ class TrainerEditor:
             found["betas"] = f"({values.get('adam_beta1', '0.9')}, {values.get('adam_beta2', '0.999')})"
         if "adam_epsilon" in values:
             found["eps"] = values["adam_epsilon"]
-        warmup = self._get("warmup_steps", 0)
-        if self._get("warmup_ratio", 0):
-            found["warmup_ratio"] = values["warmup_ratio"]
-        elif isinstance(warmup, float) and 0 < warmup < 1:
-            found["warmup_ratio"] = values["warmup_steps"]
-        elif warmup:
-            found["warmup_steps"] = values["warmup_steps"]
+        for name in ("warmup_ratio", "warmup_steps"):
+            if value := self._get(name):
+                is_share = name == "warmup_ratio" or (isinstance(value, float) and value < 1)
+                found["warmup_ratio" if is_share else name] = values[name]
         return found
 
-    def _write_collator(self, texts: Mapping[str, str], model: str, add: Any) -> str:
-        """Add the statement that builds the collator, if one is needed, and return the collator."""
-        collator = texts.get("data_collator", "None")
+    def _write_collator(self, model: str, add: Any) -> str:
+        """Add the statements that build the collator, if they are needed, and return the collator."""
+        collator, tokenizer = self._texts.get("data_collator", "None"), self._texts.get("processing_class")
         if collator == "None":
-            is_padding = "processing_class" in texts
-            self._use(f"transformers.{'DataCollatorWithPadding' if is_padding else 'default_data_collator'}")
-            collator = (
-                f"DataCollatorWithPadding({texts['processing_class']})" if is_padding else "default_data_collator"
-            )
+            name = "DataCollatorWithPadding" if tokenizer else "default_data_collator"
+            self._imports.add(f"transformers.{name}")
+            collator = f"{name}({tokenizer})" if tokenizer else name
         if self._get("remove_unused_columns", True) is False:
             return collator
-        self._use("inspect", "transformers.trainer_utils.RemoveColumnsCollator")
-        columns = self._find_free_name("columns")
+        self._imports |= {"inspect", "transformers.trainer_utils.RemoveColumnsCollator"}
+        columns, result = map(self._find_free_name, ("columns", "collate_columns"))
         base = f"{model}.get_base_model()" if "get_peft_model" in self._file.names.imported else model
         add(f"{columns} = [", [f"*inspect.signature({base}.forward).parameters", '"label"', '"label_ids"'], "]")
-        name = self._find_free_name("collate_columns")
-        add(f"{name} = RemoveColumnsCollator(", [collator, columns])
-        return name
+        add(f"{result} = RemoveColumnsCollator(", [collator, columns])
+        return result
 
-    def _list_loader_arguments(self, dataset: str, collator: str, is_training: bool) -> list[str]:
-        size = self._values.get(f"per_device_{'train' if is_training else 'eval'}_batch_size", "8")
-        found = [dataset, f"batch_size={size}"]
-        if is_training and self._get("train_sampling_strategy", "random") != "sequential":
+    def _list_loader_arguments(self, kind: str, collator: str) -> list[str]:
+        found = [f"batch_size={self._values.get(f'per_device_{kind}_batch_size', '8')}"]
+        if kind == "train" and self._get("train_sampling_strategy", "random") != "sequential":
             found.append("shuffle=True")
-        names = ["num_workers", "prefetch_factor", "persistent_workers", "drop_last"]
-        texts = ((name, self._values.get(f"dataloader_{name}")) for name in names)
-        return [*found, f"collate_fn={collator}", *(f"{name}={text}" for name, text in texts if text is not None)]
+        names = ("num_workers", "prefetch_factor", "persistent_workers", "drop_last")
+        more = [(name, self._values.get(f"dataloader_{name}")) for name in names]
+        return [*found, f"collate_fn={collator}", *(f"{name}={text}" for name, text in more if text is not None)]
 
-    def _list_trainer_arguments(self, callbacks: ast.expr | None, validates: bool) -> dict[str, str]:
+    def _list_trainer_arguments(self, callbacks: ast.expr | None, validates: bool) -> list[str]:
         """Return the arguments of `lumen.Trainer`."""
-        values, found = self._values, dict[str, str]()
-        epochs = self._get("num_train_epochs", 3)
-        if self._get("max_steps", -1) not in (-1, 0):
-            found["max_steps"] = values["max_steps"]
-        else:
+        values, epochs, found = self._values, self._get("num_train_epochs", 3), list[str]()
+        steps = self._get("max_steps", -1)
+        if steps not in (-1, 0):
+            found.append(f"max_steps={values['max_steps']}")
+        if steps in (-1, 0) or (steps is _UNKNOWN and "num_train_epochs" in values):
             is_number = isinstance(epochs, int | float)
-            found["max_epochs"] = str(-int(-epochs // 1)) if is_number else values["num_train_epochs"]
-        for name, ours in {"use_cpu": 'accelerator="cpu"', "tf32": 'matmul_precision="high"',
-                           "torch_compile": "compile=True", "full_determinism": "deterministic=True"}.items():  # fmt: skip
-            if self._get(name):
-                found.update([ours.split("=")])
+            found.append(f"max_epochs={-int(-epochs // 1) if is_number else values['num_train_epochs']}")
+            if is_number and epochs % 1:
+                self._note(
+                    self._file.tree.body[0], f"num_train_epochs={epochs}: Lumen counts whole epochs, or max_steps."
+                )
+        flags = {"use_cpu": 'accelerator="cpu"', "tf32": 'matmul_precision="high"', "torch_compile": "compile=True",
+                 "full_determinism": "deterministic=True"}  # fmt: skip
+        found += [text for name, text in flags.items() if self._get(name)]
         kinds = {name: self._get(name, False) for name in ("bf16", "fp16")}
-        unsure = [f'"{name}" if {values[name]} else ' for name, value in kinds.items() if value is _UNKNOWN]
-        sure = next((name for name, value in kinds.items() if value is True), "fp32")
-        if unsure or sure != "fp32":
-            found["precision"] = f'{"".join(unsure)}"{sure}"'
-        if self._get("gradient_accumulation_steps", 1) != 1:
-            found["accumulate_grad_batches"] = values["gradient_accumulation_steps"]
-        if self._get("max_grad_norm", 1.0):
-            found["gradient_clip_val"] = values.get("max_grad_norm", "1.0")
-        if validates and self._get("eval_strategy") == "steps":
-            found["val_check_interval"] = values.get("eval_steps", values.get("logging_steps", "500"))
-        if validates:
-            found["num_sanity_val_steps"] = "0"
-        if "logging_steps" in values:
-            found["log_every_n_steps"] = values["logging_steps"]
-        items = [*self._list_callbacks(callbacks), *self._list_checkpoint_callbacks(validates)]
-        if items:
-            found["callbacks"] = f"[{', '.join(items)}]"
-        if self._get("save_strategy", "steps") in ("no", None):
-            found["enable_checkpointing"] = "False"
-        self._add_loggers(found)
-        found |= {ours: values[name] for name, ours in (("output_dir", "default_root_dir"), ("run_name", "name"))
-                  if self._get(name) is not None}  # fmt: skip
-        return found | {"seed": values.get("seed", "42")}
-
-    def _add_loggers(self, found: dict[str, str]) -> None:
+        precision = next((f'"{name}"' for name in kinds if kinds[name] is True), '"fp32"')
+        for name in ("fp16", "bf16"):
+            precision = f'"{name}" if {values[name]} else {precision}' if kinds[name] is _UNKNOWN else precision
         loggers = self._get("report_to", "none")
-        loggers = [loggers] if isinstance(loggers, str) else list(loggers or ()) if loggers is not _UNKNOWN else ["all"]
-        ours = [f'"{name}"' for name in loggers if name in ("tensorboard", "wandb", "mlflow", "aim")]
-        if ours:
-            found["logger"] = f"[{', '.join(ours)}]"
-        if rest := {*loggers} - {"none", *(name.strip('"') for name in ours)}:
-            line = next(node for node in ast.walk(self._file.tree) if getattr(node, "arg", "") == "report_to")
-            self._note(line, f"report_to={', '.join(rest)}: write Trainer(logger=[...]) with names that Lumen has.")
+        names = [loggers] if isinstance(loggers, str) else loggers if isinstance(loggers, list) else []
+        ours = [f'"{name}"' for name in names if name in ("tensorboard", "wandb", "mlflow", "aim")]
+        items = [*self._list_callbacks(callbacks), *self._list_checkpoint_callbacks(validates)]
+        if len(ours) + names.count("none") < len(names):
+            self._note(
+                self._file.tree.body[0], f"report_to={values['report_to']}: Trainer(logger=...) has other names."
+            )
+        rows = {
+            f"precision={precision}": precision != '"fp32"',
+            f"accumulate_grad_batches={values.get('gradient_accumulation_steps')}": (
+                self._get("gradient_accumulation_steps", 1) != 1
+            ),
+            f"gradient_clip_val={values.get('max_grad_norm', '1.0')}": self._get("max_grad_norm", 1.0),
+            f"val_check_interval={values.get('eval_steps', values.get('logging_steps', '500'))}": (
+                validates and self._get_strategy("eval_strategy", "no") == "steps"
+            ),
+            "num_sanity_val_steps=0": validates,
+            f"log_every_n_steps={values.get('logging_steps')}": "logging_steps" in values,
+            f"callbacks=[{', '.join(items)}]": items,
+            "enable_checkpointing=False": self._get_strategy("save_strategy", "steps") == "no",
+            f"logger=[{', '.join(ours)}]": ours,
+            f"default_root_dir={values.get('output_dir')}": self._get("output_dir") is not None,
+            f"name={values.get('run_name')}": self._get("run_name") is not None,
+            f"seed={values.get('seed', '42')}": True,
+        }
+        return [*found, *(text for text, is_set in rows.items() if is_set)]
 
     def _list_callbacks(self, callbacks: ast.expr | None) -> list[str]:
         """Return the texts of the callbacks that were passed to the trainer."""
         if not isinstance(callbacks, ast.List | ast.Tuple):
-            return [] if callbacks is None else [f"*{self._get_text(callbacks)}"]
-        calls = [(each, _get_class(self._file, getattr(each, "func", each))) for each in callbacks.elts]
-        for each, name in calls:
-            if name not in (None, "EarlyStoppingCallback"):
+            return [f"*{self._get_text(callbacks)}"] if callbacks is not None else []
+        found = []
+        for each in callbacks.elts:
+            name = _get_class(self._file, each.func if isinstance(each, ast.Call) else each)
+            if name == "EarlyStoppingCallback" and isinstance(each, ast.Call):
+                found.append(self._write_early_stopping(each))
+            elif name is None:
+                found.append(self._get_text(each))
+            else:
                 self._note(each, f"{name} is left out. Lumen has loggers and a progress bar.")
-        kept = [(each, name) for each, name in calls if name in (None, "EarlyStoppingCallback")]
-        return [self._write_early_stopping(each) if name and isinstance(each, ast.Call) else self._get_text(each)
-                for each, name in kept]  # fmt: skip
+        return found
 
-    def _get_monitor(self) -> tuple[str, str]:
-        """Return the text of the monitor's name, and the mode."""
-        metric = self._get("metric_for_best_model", "loss")
-        is_greater = self._get("greater_is_better", None)
-        if not isinstance(metric, str):
-            return f'f"eval_{{{self._values["metric_for_best_model"]}}}"', "max"
-        mode = "max" if is_greater or (is_greater is None and not metric.endswith("loss")) else "min"
-        return f'"eval_{metric.removeprefix("eval_")}"', mode
+    def _list_monitor(self) -> list[str]:
+        """Return the texts of the arguments `monitor` and `mode`."""
+        metric, is_greater = self._get("metric_for_best_model", "loss"), self._get("greater_is_better")
+        if metric is _UNKNOWN:
+            return [f'monitor="eval_" + {self._values["metric_for_best_model"]}', 'mode="max"']
+        if is_greater is None:
+            is_greater = not metric.endswith("loss")
+        return [f'monitor="eval_{metric.removeprefix("eval_")}"', f'mode="{"max" if is_greater else "min"}"']
 
     def _write_early_stopping(self, call: ast.Call) -> str:
-        given = dict(zip(("patience", "min_delta"), map(self._get_text, call.args), strict=False))
-        given |= {{"early_stopping_patience": "patience"}.get(str(each.arg), "min_delta"): self._get_text(each.value)
-                  for each in call.keywords}  # fmt: skip
-        monitor, mode = self._get_monitor()
-        words = [monitor, f'mode="{mode}"', *(f"{key}={value}" for key, value in ({"patience": "1"} | given).items())]
+        names = {"early_stopping_patience": "patience", "early_stopping_threshold": "min_delta"}
+        given = {"patience": "1"} | dict(zip(names.values(), map(self._get_text, call.args), strict=False))
+        given |= {names[str(item.arg)]: self._get_text(item.value) for item in call.keywords if item.arg in names}
+        words = [*self._list_monitor(), *(f"{name}={text}" for name, text in given.items())]
         return f"lumen.EarlyStopping({', '.join(words)})"
 
     def _list_checkpoint_callbacks(self, validates: bool) -> list[str]:
         """Return a `ModelCheckpoint`, if the arguments say when to save or which checkpoint is best."""
-        strategy, needs_best = self._get("save_strategy", "steps"), self._get("load_best_model_at_end")
-        named = {"save_strategy", "save_steps", "save_total_limit"} & self._values.keys()
-        if strategy in ("no", None) or not (named or needs_best):
+        strategy, values = self._get_strategy("save_strategy", "steps"), self._values
+        needs_best = validates and (self._get("load_best_model_at_end") or "metric_for_best_model" in values)
+        says_when = {"save_strategy", "save_steps", "save_total_limit"} & values.keys()
+        if strategy == "no" or not (needs_best or says_when):
             return []
-        words = []
-        if validates and (needs_best or strategy == "best" or "metric_for_best_model" in self._values):
-            monitor, mode = self._get_monitor()
-            words = [f"monitor={monitor}", f'mode="{mode}"']
-        if strategy in ("steps", "epoch"):
-            steps = self._values.get("save_steps", "500")
-            words.append(f"every_n_train_steps={steps}" if strategy == "steps" else "every_n_epochs=1")
-        words.append(f"keep_last={self._values.get('save_total_limit', '-1')}")
-        return [f"lumen.ModelCheckpoint({', '.join(words)})"]
+        when = {"steps": f"every_n_train_steps={values.get('save_steps', '500')}", "epoch": "every_n_epochs=1"}
+        words = [*(self._list_monitor() if needs_best else []), *([when[strategy]] if strategy in when else [])]
+        keep = values.get("save_total_limit", "-1")
+        return [f"lumen.ModelCheckpoint({', '.join([*words, f'keep_last={keep}'])})"]
 
     # ------------------------------------------------------------------ the task
 
     def _write_task(
-        self, hyper: Mapping[str, str], metrics: str | None, preprocess: str | None, evaluates: bool,
-        owner: ast.ClassDef | None, given: Mapping[str, ast.expr],
-    ) -> str:  # fmt: skip
-        """Return the class of the task."""
-        uses = {getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(self._file.tree)}
-        is_model = any(re.search(r"^AutoModel|For[A-Z]|LMHead", name) for name in uses)
-        loss, logits = (".loss", ".logits") if is_model else ('["loss"]', '["logits"]')
-        names = [*hyper, *(["compute_metrics"] if metrics else []), *(["preprocess_logits"] if preprocess else [])]
-        quoted = ", ".join(f'"{name}"' for name in hyper)
+        self, given: Mapping[str, ast.expr], words: Mapping[str, str], owner: ast.ClassDef | None, evaluates: bool
+    ) -> list[str]:
+        """Return the lines of the task's class."""
+        values, used = self._values, {getattr(each, "attr", getattr(each, "id", "")) for each in self._nodes}
+        is_ours = any(re.search(r"^AutoModel|For[A-Z]|LMHead", name) for name in used)
+        loss, logits = (".loss", ".logits") if is_ours else ('["loss"]', '["logits"]')
+        has_compute = owner is not None and any(getattr(each, "name", "") == "compute_loss" for each in owner.body)
+        counts = (text for name, text in _TOKEN_COUNTS.items() if any(re.search(name, each) for each in used))
+        count = None if has_compute else next(counts, None)
+        functions = [name for name in ("compute_metrics", "preprocess_logits") if name in words]
+        hyper = [*self._list_hyperparameters()]
+        step = "self.compute_loss(self.model, dict(batch){})" if has_compute else f"self.model(**batch){loss}"
         lines = [
             f"class {self._task}(lumen.TaskModule):",
-            f"    def __init__(self, model, {', '.join(names)}):",
+            f"    def __init__(self, model, {', '.join([*hyper, *functions])}):",
             "        super().__init__()",
-            f"        self.save_hyperparameters({quoted})",
+            "        self.save_hyperparameters({})".format(", ".join(f'"{name}"' for name in hyper)),
             "        self.model = model.train()",
-            *(f"        self.{name} = {name}" for name in names if name not in hyper),
+            *(f"        self.{name} = {name}" for name in functions),
         ]
         if self._get("gradient_checkpointing"):
-            words = self._values.get("gradient_checkpointing_kwargs", "")
-            lines.append(f"        self.model.gradient_checkpointing_enable({words})")
-        compute = any(getattr(each, "name", "") == "compute_loss" for each in (owner.body if owner else ()))
-        step = "self.compute_loss(self.model, dict(batch){})" if compute else f"self.model(**batch){loss}"
-        weight = ""
-        if not compute and any(re.search(_CAUSAL, name) for name in uses):
-            weight = ', (batch["labels"][:, 1:] != -100).sum()'
-        elif not compute and any(re.search(_TOKENS, name) for name in uses):
-            weight = ', (batch["labels"] != -100).sum()'
-        if compute and "super().compute_loss" in self._source.get_text(owner or self._file.tree):
+            text = values.get("gradient_checkpointing_kwargs", "")
+            lines.append(f"        self.model.gradient_checkpointing_enable({text})")
+        if has_compute and "super().compute_loss(" in self._source.get_text(owner or given["model"]):
             lines += [
                 "",
                 "    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):",
@@ -591,248 +546,197 @@ class TrainerEditor:
             "    def training_step(self, batch):",
             f"        loss = {step.format('')}",
             '        self.log("loss", loss, prog_bar=True)',
-            f"        return loss{weight}" + ("  # The mean covers all tokens of a step." if weight else ""),
+            f"        return loss, {count}  # The mean covers all tokens of a step."
+            if count
+            else "        return loss",
         ]
-        if evaluates:
-            lines += self._list_validation_lines(metrics, preprocess, compute, step, loss, logits)
-        groups, decay = ("self.parameters()", "weight_decay=0.0, ")
-        if "weight_decay" in hyper:
-            self._use("lumen.optim.decay_groups")
-            groups, decay = ("groups", "")
-        words = "".join(f", {name}=self.hparams.{name}" for name in ("betas", "eps") if name in hyper)
-        fused = "fused=True" if self._get("optim", "adamw_torch_fused") == "adamw_torch_fused" else "fused=False"
-        if "optim" in self._values and self._get("optim") not in ("adamw_torch", "adamw_torch_fused"):
-            self._note(given["args"], f"optim={self._values['optim']}: build this optimizer in configure_optimizers.")
-        if (
-            self._get("warmup_ratio" if "warmup_ratio" in self._values else "warmup_steps", 0)
-            and "warmup_ratio" in hyper
-        ):
-            self._use("math")
-        warmup = {
-            "warmup_ratio": "math.ceil(self.hparams.warmup_ratio * steps)",
-            "warmup_steps": "self.hparams.warmup_steps",
-        }
-        count = next((warmup[name] for name in warmup if name in hyper), "0")
-        more = self._values.get("lr_scheduler_kwargs")
-        kind = self._values.get("lr_scheduler_type", '"linear"')
-        if self._get("lr_scheduler_type", "linear") == "reduce_lr_on_plateau":
-            self._note(given["args"], 'Return {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "eval_loss"}.')
-        self._use("transformers.get_scheduler")
-        lines += [
-            "",
-            "    def configure_optimizers(self):",
-            *(["        groups = decay_groups(self, self.hparams.weight_decay)"] if groups == "groups" else []),
-            f"        optimizer = torch.optim.AdamW({groups}, lr=self.hparams.lr{words}, {decay}{fused})",
-            "        steps = self.trainer.estimated_stepping_batches",
-            f"        schedule = get_scheduler({kind}, optimizer, {count}, steps{f', {more}' if more else ''})",
-            '        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}',
-        ]
-        return "\n".join(lines)
+        if evaluates and "compute_metrics" in words:
+            self._imports |= {"transformers.EvalPrediction", "transformers.trainer_pt_utils.EvalLoopContainer"}
+            call = f'self.preprocess_logits(outputs{logits}, batch["labels"])'
+            found = call if "preprocess_logits" in words else f"outputs{logits}"
+            text = _METRICS.format(step.format(", return_outputs=True"), found)
+            if not has_compute:
+                text = text.replace("loss, outputs = " + step, "outputs = self.model(**batch)")
+                text = text.replace('"eval_loss", loss', f'"eval_loss", outputs{loss}')
+            lines += text.split("\n")
+        elif evaluates:
+            lines += ["", "    def validation_step(self, batch):", f'        self.log("eval_loss", {step.format("")})']
+        return [*lines, "", *self._write_configure_optimizers(given, hyper)]
 
-    def _list_validation_lines(
-        self, metrics: str | None, preprocess: str | None, compute: bool, step: str, loss: str, logits: str
-    ) -> list[str]:
-        """Return the lines of the evaluation: the loss, and the metrics of all predictions."""
-        if metrics is None:
-            text = step.format("")
-            return ["", "    def validation_step(self, batch):", f'        self.log("eval_loss", {text})']
-        self._use("transformers.EvalPrediction", "transformers.trainer_pt_utils.EvalLoopContainer")
-        forward = ["outputs = self.model(**batch)", f'self.log("eval_loss", outputs{loss})']
-        if compute:
-            forward = [f"loss, outputs = {step.format(', return_outputs=True')}", 'self.log("eval_loss", loss)']
-        found = f"outputs{logits}"
-        added = f'self.preprocess_logits({found}, batch["labels"])' if preprocess else found
-        body = f"""
-def on_validation_epoch_start(self):
-    self.predictions, self.labels = EvalLoopContainer(), EvalLoopContainer()
+    def _write_configure_optimizers(self, given: Mapping[str, ast.expr], hyper: list[str]) -> list[str]:
+        """Return the lines of `configure_optimizers`, with the numbers of transformers."""
+        values, optim = self._values, self._get("optim", "adamw_torch_fused")
+        lines, at = ["    def configure_optimizers(self):"], "        "
+        decays = "weight_decay" in hyper
+        if decays:
+            self._imports.add("lumen.optim.decay_groups")
+            lines.append(f"{at}groups = decay_groups(self, self.hparams.weight_decay)")
+        words = ["groups" if decays else "self.parameters()", "lr=self.hparams.lr"]
+        words += [f"{name}=self.hparams.{name}" for name in ("betas", "eps") if name in hyper]
+        words += [] if decays else ["weight_decay=0.0"]
+        words += ["fused=True"] if optim == "adamw_torch_fused" else []
+        if optim not in ("adamw_torch", "adamw_torch_fused"):
+            self._note(given["args"], f"optim={values['optim']}: {_BUILD} The new task has AdamW.")
+        lines += [f"{at}{line}" for line in _write_call("optimizer = torch.optim.AdamW(", words, ")", _WIDTH - 8)]
+        lines.append(f"{at}steps = self.trainer.estimated_stepping_batches")
+        warmup = "self.hparams.warmup_steps" if "warmup_steps" in hyper else "0"
+        if "warmup_ratio" in hyper:
+            self._imports.add("math")
+            lines.append(f"{at}warmup = math.ceil(self.hparams.warmup_ratio * steps)")
+            warmup = "warmup"
+        self._imports.add("transformers.get_scheduler")
+        words = [values.get("lr_scheduler_type", '"linear"'), "optimizer", warmup, "steps"]
+        words += [values["lr_scheduler_kwargs"]] if "lr_scheduler_kwargs" in values else []
+        lines += [f"{at}{line}" for line in _write_call("schedule = get_scheduler(", words, ")", _WIDTH - 8)]
+        if "plateau" in words[0].lower():
+            self._note(given["args"], f'add "monitor": "eval_loss" and "interval": "epoch" for {words[0]}.')
+        result = '{"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}'
+        return [*lines, f"{at}return {result}"]
 
-def validation_step(self, batch):
-    {forward[0]}
-    {forward[1]}
-    self.predictions.add({added})
-    self.labels.add(batch["labels"])
-
-def on_validation_epoch_end(self):
-    # With several processes, each computes the metrics of its own samples.
-    found = EvalPrediction(self.predictions.get_arrays(), self.labels.get_arrays())
-    metrics = self.compute_metrics(found)
-    self.log_dict({{f"eval_{{name}}": value for name, value in metrics.items()}})
-"""
-        return indent(body.rstrip(), "    ").split("\n")
-
-    def _insert_task(self, text: str, statement: ast.stmt) -> None:
-        """Insert the class before the first class, function or guard, or before the statement that builds the trainer."""
-        start, _ = self._source.get_span(statement)
+    def _insert_task(self, lines: list[str], statement: ast.stmt) -> None:
+        """Insert the class after the imports: before the first class, function or use of the trainer."""
+        source, last = self._source, self._source.get_span(statement)[0]
         kinds = ast.FunctionDef | ast.ClassDef | ast.If
-        for node in self._file.tree.body:
-            begin, end = self._source.get_span(node)
-            if isinstance(node, kinds) or begin <= start < end:
-                begin = self._source.get_span((getattr(node, "decorator_list", None) or [node])[0])[0]
-                at = self._source.find_line_start(begin)
-                while self._source.text[:at].endswith("\n") and self._source.lines[
-                    self._source.get_line_number(at) - 2
-                ].startswith("#"):
-                    at = self._source.find_line_start(at - 1)
-                blank = len(self._source.text[:at]) - len(self._source.text[:at].rstrip("\n"))
-                newline = self._source.newline
-                self._source.replace(at, at, newline * max(0, 3 - blank) + text.replace("\n", newline) + newline * 3)
-                return
+        node = next(each for each in self._file.tree.body
+                    if isinstance(each, kinds) or source.get_span(each)[1] > last)  # fmt: skip
+        at = source.find_line_start(source.get_span((getattr(node, "decorator_list", None) or [node])[0])[0])
+        above = source.text[:at].splitlines(keepends=True)
+        while above and above[-1].startswith("#"):  # Comments belong to the statement below.
+            at -= len(above.pop())
+        blank = len(above) - len("".join(above).rstrip().splitlines())
+        source.replace(at, at, source.newline.join([*[""] * (2 - min(2, blank)), *lines, "", "", ""]))
 
-    def _edit_subclass(self, node: ast.ClassDef, name: str, new: str) -> None:
+    def _edit_subclass(self, node: ast.ClassDef) -> None:
         """Turn a subclass of the trainer into a subclass of the task, which calls its `compute_loss`."""
-        self._source.replace_node(node.bases[0], self._task)
-        start = self._source.get_span(node)[0]
-        self._source.replace(start + len("class "), start + len(f"class {name}"), new)
+        source, start = self._source, self._source.get_span(node)[0]
+        source.replace_node(node.bases[0], self._task)
+        source.replace(start, start + len(f"class {node.name}"), f"class {re.sub('Trainer$', 'Task', node.name)}")
         for each in node.body:
-            method = getattr(each, "name", "")
-            if method in _OVERRIDE_NOTES:
-                self._note(each, f"{method} is never called. {_OVERRIDE_NOTES[method]}")
-            target = getattr(each.targets[0], "id", "") if isinstance(each, ast.Assign) else ""
-            if target == "loss_is_scaled_for_ga":
-                line = self._source.get_span(each)
-                end = self._source.find_line_end(line[1] - 1)
-                blank = self._source.text[end:].startswith(self._source.newline)
-                end += len(self._source.newline) * blank
-                self._source.replace(self._source.find_line_start(line[0]), end, "")
-            if method == "compute_loss" and "loss_is_scaled_for_ga" not in self._source.get_text(node):
-                if self._get("gradient_accumulation_steps", 1) != 1:
+            name = getattr(each, "name", "")
+            if isinstance(each, ast.Assign) and source.get_text(each).startswith("loss_is_scaled_for_ga"):
+                self._remove_statement(each)
+            elif isinstance(each, ast.FunctionDef) and name == "__init__" and each.args.kwarg is None:
+                self._note(each, "__init__ gets the keyword arguments of the task: accept **kwargs, and pass them on.")
+            elif name == "compute_loss":
+                if self._get("gradient_accumulation_steps", 1) != 1 and "scaled_for_ga" not in source.get_text(node):
                     self._note(each, "transformers may add the losses of a step's batches; Lumen takes their mean.")
-                if self._source.get_text(each).count("num_items_in_batch") > 1:
+                if source.get_text(each).count("num_items_in_batch") > 1:
                     self._note(each, "num_items_in_batch is None. Return (loss, tokens) from training_step.")
-        for each in ast.walk(node):
-            owner = getattr(each, "value", None)
-            if (
-                isinstance(each, ast.Attribute)
-                and getattr(owner, "id", "") == "self"
-                and each.attr in ("args", "state")
-            ):
-                self._note(each, f"self.{each.attr} does not exist. Pass the value to __init__, or read self.trainer.")
-            if isinstance(each, ast.Call) and self._get_text(each.func) == "self.log" and len(each.args) == 1:
-                self._source.replace_node(each.func, "self.log_dict")
+            elif sentence := _find_note(NOTES, name):
+                self._note(each, f"{name} is not called as before. {sentence}")
+        for part in ast.walk(node):
+            text = source.get_text(part) if isinstance(part, ast.Attribute) else ""
+            if text in ("self.args", "self.state"):
+                self._note(part, f"{text} does not exist. Pass the value to __init__, or read self.trainer.")
+            if text == "self.log":
+                source.replace_node(part, "self.log_dict")
 
     # ------------------------------------------------------------------ callbacks
 
-    def _edit_callback(self, node: ast.ClassDef) -> None:
+    def _edit_callback(self, owner: ast.ClassDef) -> None:
         """Turn a `TrainerCallback` into a `lumen.Callback`."""
-        self._use("lumen")
-        for base in node.bases:
+        for base in owner.bases:
             if _get_class(self._file, base) == "TrainerCallback":
                 self._source.replace_node(base, "lumen.Callback")
-        events = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        events = [each for each in owner.body if isinstance(each, ast.FunctionDef)]
         names = [EVENTS.get(each.name, each.name) for each in events]
         for event in events:
-            if event.name in EVENT_NOTES:
-                self._note(event, f"{event.name} is never called. {EVENT_NOTES[event.name]}")
+            if sentence := _find_note(NOTES, event.name):
+                self._note(event, f"{event.name} is never called. {sentence}")
             elif names.count(EVENTS.get(event.name, "")) > 1:
                 self._note(event, f"not edited: write one {EVENTS[event.name]}(self, trainer, pl_module).")
             elif event.name in EVENTS:
                 self._edit_event(event)
 
     def _edit_event(self, event: ast.FunctionDef) -> None:
-        source, arguments = self._source, event.args
-        names = [each.arg for each in (*arguments.args, *arguments.kwonlyargs)]
-        start, first = source.get_span(event)[0], event.body[0]
-        start = source.text.index("(", start)
-        end = source.text.rindex(":", start, source.get_span(first)[0])
-        source.replace(source.text.rindex(event.name, 0, start), end, f"{EVENTS[event.name]}(self, trainer, pl_module)")
+        """Edit the signature and the body of one event."""
+        source, first, hook = self._source, event.body[0], EVENTS[event.name]
         body = [each for statement in event.body for each in ast.walk(statement)]
-        at = source.get_span(first)[0]
-        newline = f"{source.newline}{source.get_indent(at)}"
-        lines = []
-        if event.name == "on_log":
-            lines = ["if trainer.global_step % trainer.log_every_n_steps:", "    return"]
+        names = [each.arg for each in (*event.args.args[4:], *event.args.kwonlyargs)]
+        start, at = source.get_span(event)[0], source.get_span(first)[0]
+        source.replace(source.text.index(event.name, start), source.text.rindex(":", start, at),
+                       f"{hook}(self, trainer, pl_module)")  # fmt: skip
         read = {each.id for each in body if isinstance(each, ast.Name)}
-        lines += [f"{name} = {_EVENT_PARAMETERS[name]}" for name in names if name in _EVENT_PARAMETERS and name in read]
-        source.replace(at, at, "".join(f"{line}{newline}" for line in lines))
-        edited: set[ast.AST] = set()
-        for each in body:
-            if isinstance(each, ast.Return) and getattr(each.value, "id", "") == "control":
-                edited.add(each.value or each)
-                whole = (
-                    source.find_line_start(source.get_span(each)[0]),
-                    source.find_line_end(source.get_span(each)[1] - 1),
-                )
-                is_last = each is event.body[-1] and len(event.body) > 1
-                source.replace(*(whole if is_last else source.get_span(each)), "" if is_last else "return")
-            if isinstance(each, ast.Attribute | ast.Subscript | ast.Call) and ast.unparse(each) in _EVENT_VALUES:
-                source.replace_node(each, _EVENT_VALUES[ast.unparse(each)])
-                edited |= {*ast.walk(each)}
-        rest = {"args", "state", "control", "kwargs", *names[4:]} - _EVENT_PARAMETERS.keys()
-        for each in body:
-            if isinstance(each, ast.Name) and each.id in rest and each not in edited:
-                self._note(each, f"{each.id} is no argument of {EVENTS[event.name]}. Read trainer or pl_module.")
+        lines = [f"{name} = {text}" for name, text in _EVENT_PARAMETERS.items() if name in names and name in read]
         if event.name == "on_log":
+            lines = ["if trainer.global_step % trainer.log_every_n_steps:", "    return", *lines]
             self._note(event, "logs has the newest logged values: loss and eval_*, but no learning_rate or epoch.")
-
-    def _edit_early_stopping(self, call: ast.Call) -> None:
-        self._use("lumen")
-        self._source.replace_node(call, self._write_early_stopping(call))
+        source.replace(at, at, "".join(f"{line}{source.newline}{source.get_indent(at)}" for line in lines))
+        known = {part for each in body if isinstance(each, ast.expr) and ast.unparse(each) in _EVENT_VALUES
+                 for part in ast.walk(each)}  # fmt: skip
+        rest = {"args", "state", "control", "kwargs", *names} - _EVENT_PARAMETERS.keys()
+        for each in body:
+            if isinstance(each, ast.expr) and ast.unparse(each) in _EVENT_VALUES:
+                source.replace_node(each, _EVENT_VALUES[ast.unparse(each)])
+            elif isinstance(each, ast.Return) and getattr(each.value, "id", "") == "control":
+                known |= {*ast.walk(each)}
+                if each is event.body[-1] and each is not first:
+                    self._remove_statement(each)
+                else:
+                    source.replace_node(each, "return")
+            elif isinstance(each, ast.Name) and each not in known and each.id in rest:
+                self._note(each, f"{each.id} is no argument of {hook}. Read trainer or pl_module.")
 
     # ------------------------------------------------------------------ imports
 
     def _edit_imports(self) -> None:
         """Remove the imports that are not used any more, and add those of the new code."""
-        edited = ast.parse(self._source.apply_edits())
-        used = {each.id for each in ast.walk(edited) if isinstance(each, ast.Name)}
-        present = {f"{each.module}.{alias.name}" if isinstance(each, ast.ImportFrom) else alias.name
-                   for each in self._file.tree.body if isinstance(each, ast.Import | ast.ImportFrom)
-                   for alias in each.names if alias.asname is None}  # fmt: skip
-        wanted: dict[str, list[str]] = {}
+        source, wanted = self._source, dict[str, list[str]]()
+        used = {each.id for each in ast.walk(ast.parse(source.apply_edits())) if isinstance(each, ast.Name)}
+        imports = [each for each in self._file.tree.body if isinstance(each, ast.Import | ast.ImportFrom)]
+        present = {f"{_get_module(each)}.{alias.name}" if isinstance(each, ast.ImportFrom) else alias.name
+                   for each in imports for alias in each.names if alias.asname is None}  # fmt: skip
         for full in sorted(self._imports - present):
-            wanted.setdefault(full.rpartition(".")[0] or full, []).append(full.rpartition(".")[2])
-        statements = [each for each in self._file.tree.body if isinstance(each, ast.Import | ast.ImportFrom)]
-        ours = [each for each in statements if isinstance(each, ast.ImportFrom)
-                and (each.module or "").split(".")[0] == "transformers"]  # fmt: skip
-        for each in ours:
-            kept = [alias for alias in each.names if (alias.asname or alias.name) in used
-                    or alias.name not in (*_TRAINERS, *_ARGUMENTS, *_CALLBACKS, "TrainerControl", "TrainerState")]  # fmt: skip
-            more = wanted.pop("transformers", []) if each.module == "transformers" else []
-            names = sorted(
-                {*(f"{alias.name} as {alias.asname}" if alias.asname else alias.name for alias in kept), *more}
-            )
-            if len(kept) < len(each.names) or more:
-                self._source.replace_node(each, _write_import(str(each.module), names) if names else "")
-        anchors = ours or statements
+            if get_short_name(full) in used:
+                wanted.setdefault(full.rpartition(".")[0], []).append(get_short_name(full))
+        for each in imports:
+            if isinstance(each, ast.ImportFrom) and _get_module(each).split(".")[0] == "transformers":
+                gone = {alias.name for alias in each.names if (alias.asname or alias.name) not in used}
+                gone &= {*_REPLACED, "TrainerControl", "TrainerState"}
+                more = wanted.pop(_get_module(each), [])
+                names = sorted({*(ast.unparse(alias) for alias in each.names if alias.name not in gone), *more})
+                if not names:
+                    self._remove_statement(each)
+                elif gone or more:
+                    source.replace_node(each, _write_import(_get_module(each), names))
         for module, names in wanted.items():
-            text = f"import {module}" if names == [module] else _write_import(module, names)
-            key = (names != [module], module)
-            is_standard = module in sys.stdlib_module_names
-            rest = [each for each in statements if (_get_module(each).split(".")[0] in sys.stdlib_module_names)
-                    == is_standard and _get_module(each) != "__future__"]  # fmt: skip
-            behind = [each for each in rest if (isinstance(each, ast.ImportFrom), _get_module(each)) > key]
-            if behind or not rest:
-                at = self._source.get_span((behind or statements or anchors)[0])[0]
-                gap = self._source.newline * (1 if behind else 2)
-                self._source.replace(at, at, f"{text}{gap}")
-            else:
-                at = self._source.get_span(rest[-1])[1]
-                self._source.replace(at, at, f"{self._source.newline}{text}")
+            for text in [f"import {name}" for name in names] if not module else [_write_import(module, names)]:
+                self._add_import(imports, text, (bool(module), module or text.removeprefix("import ")))
+
+    def _add_import(self, imports: list[ast.Import | ast.ImportFrom], text: str, key: tuple[bool, str]) -> None:
+        """Add an import before the first that follows in alphabetical order, or behind the last of its kind."""
+
+        def is_standard(module: str) -> bool:
+            return module.split(".")[0] in sys.stdlib_module_names
+
+        alike = [each for each in imports if is_standard(_get_module(each)) == is_standard(key[1])]
+        later = [each for each in alike if (isinstance(each, ast.ImportFrom), _get_module(each)) > key]
+        newline = self._source.newline
+        if later or not alike:
+            at = self._source.get_span((later or imports)[0])[0]
+            self._source.replace(at, at, text + newline * (1 if later else 2))
+        else:
+            at = self._source.get_span(alike[-1])[1]
+            self._source.replace(at, at, newline + text)
 
 
 def _write_call(head: str, items: list[str], tail: str, width: int) -> list[str]:
     """Return the lines of a call or a list, with one item per line if it is long."""
-    whole = f"{head}{', '.join(items)}{tail}"
-    if len(whole) <= width:
+    if len(whole := f"{head}{', '.join(items)}{tail}") <= width:
         return [whole]
     lines = []
     for item in items:
         name, opening, rest = item.partition("=[")
-        parts = rest.removesuffix("]").split(", lumen.")
-        inner = [parts[0], *(f"lumen.{part}" for part in parts[1:])]
-        is_long = bool(opening) and len(item) + 5 > width
+        inner = re.split(r", (?=lumen\.)", rest.removesuffix("]"))
+        is_long = opening and len(item) + 5 > width
         lines += _write_call(f"{name}=[", inner, "],", width - 4) if is_long else [f"{item},"]
     return [head, *(f"    {line}" for line in lines), tail]
 
 
+def _write_import(module: str, names: list[str]) -> str:
+    short = f"from {module} import {', '.join(names)}"
+    return short if len(short) <= _WIDTH else "\n".join(_write_call(f"from {module} import (", names, ")", _WIDTH))
+
+
 def _get_module(statement: ast.Import | ast.ImportFrom) -> str:
     return (statement.module or "") if isinstance(statement, ast.ImportFrom) else statement.names[0].name
-
-
-def _write_import(module: str, names: list[str]) -> str:
-    """Return an import statement, with one name per line if it is long."""
-    short = f"from {module} import {', '.join(names)}"
-    return (
-        short
-        if len(short) <= _WIDTH
-        else f"from {module} import (\n" + "".join(f"    {each},\n" for each in names) + ")"
-    )
