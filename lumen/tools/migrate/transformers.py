@@ -113,6 +113,10 @@ _REPLACED = (*_TRAINERS, *_ARGUMENTS, "TrainerCallback", "EarlyStoppingCallback"
 _POSITIONAL = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
 _OF_TRAINER = (*_POSITIONAL, "processing_class", "compute_metrics", "callbacks", "preprocess_logits_for_metrics")
 _NOT_EDITED = "not edited: a file needs one statement that assigns its only Trainer, with a model."
+_HEAD_NOTE = (
+    "the loss is the mean over the predicted tokens. For an LMHeadModel, transformers also counts the first label of "
+    "each row, so its loss is smaller."
+)
 _TOKEN_COUNTS = {
     r"ForCausalLM|LMHeadModel": '(batch["labels"][:, 1:] != -100).sum()',
     r"For(MaskedLM|TokenClassification|Seq2SeqLM|ConditionalGeneration)$": '(batch["labels"] != -100).sum()',
@@ -217,8 +221,11 @@ class TrainerEditor:
         return ast.unparse(node) if "\n" in text else text
 
     def _remove_statement(self, node: ast.stmt) -> None:
-        start, end = self._source.get_span(node)
-        self._source.replace(self._source.find_line_start(start), self._source.find_line_end(end - 1), "")
+        source, (start, end) = self._source, self._source.get_span(node)
+        start, end = source.find_line_start(start), source.find_line_end(end - 1)
+        if source.text[:start].endswith(source.newline * 2) and source.text[end:].startswith(source.newline):
+            end += len(source.newline)
+        source.replace(start, end, "")
 
     # ------------------------------------------------------------------ arguments
 
@@ -351,6 +358,8 @@ class TrainerEditor:
         self._insert_task(self._write_task(given, arguments, owner, evaluates), statement)
         if owner is not None:
             self._edit_subclass(owner)
+        for node in self._trainers.keys() - {own}:
+            self._note(self._trainers[node], _NOT_EDITED)
 
     def _edit_use(self, node: ast.Attribute, fit: str, validate: str, model: str) -> None:
         """Edit or note a use of the trainer."""
@@ -520,6 +529,8 @@ class TrainerEditor:
         has_compute = owner is not None and any(getattr(each, "name", "") == "compute_loss" for each in owner.body)
         counts = (text for name, text in _TOKEN_COUNTS.items() if any(re.search(name, each) for each in used))
         count = None if has_compute else next(counts, None)
+        if count and any("LMHeadModel" in name for name in used):
+            self._note(given["model"], _HEAD_NOTE)
         functions = [name for name in ("compute_metrics", "preprocess_logits") if name in words]
         hyper = [*self._list_hyperparameters()]
         step = "self.compute_loss(self.model, dict(batch){})" if has_compute else f"self.model(**batch){loss}"

@@ -1,4 +1,4 @@
-"""Train GPT-2 to write names: a subclass of transformers' Trainer with its own loss, and a callback."""
+"""Train GPT-2 to write names: a Trainer with its own loss, and a callback."""
 
 import json
 import os
@@ -9,14 +9,14 @@ import transformers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-NAMES = ["ada", "alan", "alonzo", "barbara", "dana", "donald", "edsger", "emmy", "grace", "john", "leslie", "manuel"]
+NAMES = "ada alan alonzo barbara dana donald edsger emmy grace john leslie manuel"
 
 
 class Names(torch.utils.data.Dataset):
     """Names with an end, as codes of letters; padding has the label -100."""
 
     def __init__(self, copies, length=10):
-        self.names, self.length = NAMES * copies, length
+        self.names, self.length = NAMES.split() * copies, length
 
     def __len__(self):
         return len(self.names)
@@ -43,7 +43,7 @@ class WeightedTrainer(Trainer):
         outputs = model(**inputs)
         logits = outputs.logits[:, :-1].flatten(0, 1)
         weights = self.weights.to(logits.device, logits.dtype)
-        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weights, ignore_index=-100)
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weights)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -70,9 +70,8 @@ class History(TrainerCallback):
 
 def main(output):
     transformers.set_seed(3)
-    config = GPT2Config(
-        vocab_size=27, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=27, n_positions=16, n_embd=32, n_layer=2, n_head=2, **dropout)
     model = GPT2LMHeadModel(config)
     args = TrainingArguments(
         output,
