@@ -58,7 +58,7 @@ NOTED: Mapping[str, str] = {
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": (
         "Write Trainer(strategy=lumen.DDP(...)), with torch's arguments."
     ),
-    "ddp_backend ddp_timeout": "Write Trainer(strategy=lumen.DDP(...)).",
+    "ddp_backend ddp_timeout": "Write Trainer(strategy=lumen.DDP(timeout_s=...)). The device decides the backend.",
     "fsdp fsdp_config": 'Write Trainer(strategy=lumen.FSDP(wrap="BertLayer")), with your layer.',
     "deepspeed parallelism_config accelerator_config": "Write Trainer(strategy=lumen.FSDP(...)).",
     "resume_from_checkpoint": 'Write Trainer(resume="auto"), or the path of a checkpoint of Lumen.',
@@ -265,7 +265,9 @@ class TrainerEditor:
                 )
                 if key in _CHOICES and self._get(key) is _UNKNOWN:
                     self._note(item.value, f"{key} is known when the script runs. Check the trainer's arguments.")
-                if key not in TRANSLATED | NEUTRAL and self._get(key):
+                if key.endswith("_steps") and isinstance(value := self._get(key), float) and key != "warmup_steps":
+                    self._note(item.value, f"{key}={value} is a share of all steps. Write a number of steps.")
+                if key not in TRANSLATED | NEUTRAL and self._get(key) not in (False, None, "", "no", "steps"):
                     self._note(item.value, f"{key} is left out. {sentence}")
             if found:
                 self._replace_reads(name, nodes, found[0])
@@ -422,6 +424,8 @@ class TrainerEditor:
         found = [f"batch_size={self._values.get(f'per_device_{kind}_batch_size', '8')}"]
         if kind == "train" and self._get("train_sampling_strategy", "random") != "sequential":
             found.append("shuffle=True")
+            if self._get("train_sampling_strategy", "random") != "random":
+                self._note(self._file.tree.body[0], f"train_sampling_strategy: {_find_note(NOTED, 'group_by_length')}")
         names = ("num_workers", "prefetch_factor", "persistent_workers", "drop_last")
         more = [(name, self._values.get(f"dataloader_{name}")) for name in names]
         return [*found, f"collate_fn={collator}", *(f"{name}={text}" for name, text in more if text is not None)]
@@ -556,10 +560,9 @@ class TrainerEditor:
             "",
             "    def training_step(self, batch):",
             f"        loss = {step.format('')}",
-            '        self.log("loss", loss, prog_bar=True)',
-            f"        return loss, {count}  # The mean covers all tokens of a step."
-            if count
-            else "        return loss",
+            *([f"        tokens = {count}"] if count else []),
+            f'        self.log("loss", loss, prog_bar=True{", weight=tokens" if count else ""})',
+            "        return loss, tokens  # The mean covers all tokens of a step." if count else "        return loss",
         ]
         if evaluates and "compute_metrics" in words:
             self._imports |= {"transformers.EvalPrediction", "transformers.trainer_pt_utils.EvalLoopContainer"}
