@@ -260,9 +260,7 @@ class TrainerEditor:
             for item in call.keywords:
                 key = _OLD_NAMES.get(str(item.arg), str(item.arg))
                 self._values[key] = self._get_text(item.value)
-                sentence = next(
-                    (NOTED[names] for names in NOTED if key in names.split()), "Lumen has no such argument."
-                )
+                sentence = _find_note(NOTED, key) or "Lumen has no such argument."
                 if key in _CHOICES and self._get(key) is _UNKNOWN:
                     self._note(item.value, f"{key} is known when the script runs. Check the trainer's arguments.")
                 if key.endswith("_steps") and isinstance(value := self._get(key), float) and key != "warmup_steps":
@@ -440,9 +438,7 @@ class TrainerEditor:
             is_number = isinstance(epochs, int | float)
             found.append(f"max_epochs={-int(-epochs // 1) if is_number else values['num_train_epochs']}")
             if is_number and epochs % 1:
-                self._note(
-                    self._file.tree.body[0], f"num_train_epochs={epochs}: Lumen counts whole epochs, or max_steps."
-                )
+                self._note(self._file.tree.body[0], f"num_train_epochs={epochs}: epochs are whole. Set max_steps.")
         flags = {"use_cpu": 'accelerator="cpu"', "tf32": 'matmul_precision="high"', "torch_compile": "compile=True",
                  "full_determinism": "deterministic=True"}  # fmt: skip
         found += [text for name, text in flags.items() if self._get(name)]
