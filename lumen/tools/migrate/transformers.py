@@ -340,7 +340,7 @@ class TrainerEditor:
             tail = f") if {self._get_text(optional.test)} else None" if optional else ")"
             if kind == "train" or evaluates:
                 add(f"{name} = DataLoader(", [*texts, *self._list_loader_arguments(kind, collator)], tail)
-        add(f"{target} = lumen.Trainer(", self._list_trainer_arguments(given.get("callbacks"), validates))
+        add(f"{target} = lumen.Trainer(", self._list_trainer_arguments(given.get("callbacks"), validates=validates))
         self._imports |= {"torch", "torch.utils.data.DataLoader"}
         self._source.replace_node(statement, newline.join(lines))
         fit = f"{target}.fit({', '.join([task, train, *([evaluation] if validates else [])])})"
@@ -355,7 +355,7 @@ class TrainerEditor:
                 elif each.attr in ("train", "evaluate", "save_model"):
                     self._note(each, f"not edited: {target} is built in another function, with its task and loaders.")
         owner = self._trainers.get(own)
-        self._insert_task(self._write_task(given, arguments, owner, evaluates), statement)
+        self._insert_task(self._write_task(given, arguments, owner, evaluates=evaluates), statement)
         if owner is not None:
             self._edit_subclass(owner)
         for node in self._trainers.keys() - {own}:
@@ -428,7 +428,7 @@ class TrainerEditor:
         more = [(name, self._values.get(f"dataloader_{name}")) for name in names]
         return [*found, f"collate_fn={collator}", *(f"{name}={text}" for name, text in more if text is not None)]
 
-    def _list_trainer_arguments(self, callbacks: ast.expr | None, validates: bool) -> list[str]:
+    def _list_trainer_arguments(self, callbacks: ast.expr | None, *, validates: bool) -> list[str]:
         """Return the arguments of `lumen.Trainer`."""
         values, epochs, found = self._values, self._get("num_train_epochs", 3), list[str]()
         steps = self._get("max_steps", -1)
@@ -449,7 +449,7 @@ class TrainerEditor:
         loggers = self._get("report_to", "none")
         names = [loggers] if isinstance(loggers, str) else loggers if isinstance(loggers, list) else []
         ours = [f'"{name}"' for name in names if name in ("tensorboard", "wandb", "mlflow", "aim")]
-        items = [*self._list_callbacks(callbacks), *self._list_checkpoint_callbacks(validates)]
+        items = [*self._list_callbacks(callbacks), *self._list_checkpoint_callbacks(validates=validates)]
         if len(ours) + names.count("none") < len(names):
             self._note(
                 self._file.tree.body[0], f"report_to={values['report_to']}: Trainer(logger=...) has other names."
@@ -505,7 +505,7 @@ class TrainerEditor:
         words = [*self._list_monitor(), *(f"{name}={text}" for name, text in given.items())]
         return f"lumen.EarlyStopping({', '.join(words)})"
 
-    def _list_checkpoint_callbacks(self, validates: bool) -> list[str]:
+    def _list_checkpoint_callbacks(self, *, validates: bool) -> list[str]:
         """Return a `ModelCheckpoint`, if the arguments say when to save or which checkpoint is best."""
         strategy, values = self._get_strategy("save_strategy", "steps"), self._values
         needs_best = validates and (self._get("load_best_model_at_end") or "metric_for_best_model" in values)
@@ -520,7 +520,7 @@ class TrainerEditor:
     # ------------------------------------------------------------------ the task
 
     def _write_task(
-        self, given: Mapping[str, ast.expr], words: Mapping[str, str], owner: ast.ClassDef | None, evaluates: bool
+        self, given: Mapping[str, ast.expr], words: Mapping[str, str], owner: ast.ClassDef | None, *, evaluates: bool
     ) -> list[str]:
         """Return the lines of the task's class."""
         values, used = self._values, {getattr(each, "attr", getattr(each, "id", "")) for each in self._nodes}
