@@ -39,8 +39,11 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     | {f"{log}({name})": text for name, text in names.INSTEAD_IN_LOG.items() for log in ("log", "log_dict")},
     "LightningDataModule": hooks.NOT_CALLED["data module"],
     "Callback": hooks.NOT_CALLED["callback"],
-    "ModelCheckpoint": names.ATTRIBUTES_OF_CHECKPOINTS
-    | {f"({name})": text for name, text in names.INSTEAD_IN_CHECKPOINTS.items()},
+    **names.ATTRIBUTES_OF_CALLBACKS,
+    "ModelCheckpoint": {
+        **names.ATTRIBUTES_OF_CALLBACKS["ModelCheckpoint"],
+        **{f"({name})": text for name, text in names.INSTEAD_IN_CHECKPOINTS.items()},
+    },
     "Logger": {f"({name})": text for name, text in names.INSTEAD_IN_LOGGERS.items() if name != "*"},
     "names": {
         name: f"`{text}`" if name in {**names.RENAMED, **ELSEWHERE} else text
@@ -263,7 +266,7 @@ def page() -> str:
     parts = [BEGINNING.format(version=version("lightning"))]
     for owner, found in verdicts.items():
         rows = {name: verdict for name, verdict in found.items() if verdict.kind != "same"}
-        rows |= {name: Verdict("error", text) for name, text in ADVICE.get(owner, {}).items() if name not in found}
+        rows |= {name: Verdict("error", text) for name, text in ADVICE.get(owner, {}).items() if name not in found and name[0] != "_"}
         same = [f"`{name}`" for name in found if name not in rows]
         parts += [f"## {'Classes and functions' if owner == 'names' else owner}\n"]
         parts += [textwrap.fill(f"Same: {', '.join(same)}.", 100) + "\n"] if same else []

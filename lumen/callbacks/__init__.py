@@ -3,6 +3,7 @@
 from lumen.callbacks.base import Callback as Callback
 from lumen.callbacks.defaults import (
     as_callback_list as as_callback_list,
+    check_loggers as check_loggers,
     choose_callbacks as choose_callbacks,
     get_checkpoint_callbacks as get_checkpoint_callbacks,
     merge_callbacks as merge_callbacks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
+from lumen.errors.arguments import LightningAttributeErrors
 from lumen.errors.renamed import RenamedMembers
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _RENAMED = {
 }
 
 
-class Callback(RenamedMembers, renamed=_RENAMED):
+class Callback(RenamedMembers, LightningAttributeErrors, renamed=_RENAMED):
     """Base class of callbacks. Subclass it and define the hooks you need; an undefined hook costs no time.
 
     The task has the same hooks, without the arguments `trainer` and `task`. A hook may omit its last arguments:

@@ -9,6 +9,8 @@ from typing import Any
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import order_checkpoint_callbacks
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
+from lumen.callbacks.monitors import DeviceStatsMonitor, LearningRateMonitor
+from lumen.callbacks.progress_bar import ProgressBar
 from lumen.errors import ConfigError
 from lumen.errors.arguments import describe_type
 from lumen.internals.entry_points import CALLBACKS, list_entry_points, load_entry_point
@@ -32,7 +34,7 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
         and last the callbacks that save checkpoints.
 
     Raises:
-        ConfigError: An object is not a callback, or saves checkpoints although `checkpointing` is False.
+        ConfigError: An object is not a callback, contradicts `checkpointing` or `defaults`, or is a second bar.
     """
     callbacks = as_callback_list("callbacks", given)
     for name in list_entry_points(CALLBACKS):
@@ -44,12 +46,31 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
         raise ConfigError(
             "enable_checkpointing is False, but callbacks contain a ModelCheckpoint. Remove one of the two."
         )
+    bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
+    if len(bars) > 1:
+        raise ConfigError(f"callbacks: {' and '.join(bars)} are two progress bars. Remove one of the two.")
+    if bars and not defaults.get(ProgressBar, True):
+        raise ConfigError(f"enable_progress_bar is False, but callbacks contain a {bars[0]}. Remove one of the two.")
     for kind, wanted in defaults.items():
         if wanted and not any(isinstance(callback, kind) for callback in callbacks):
             callbacks.append(kind())
     if checkpointing and not savers:
         savers = [ModelCheckpoint()]
     return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers
+
+
+def check_loggers(callbacks: Iterable[Callback]) -> None:
+    """Raise an error if a run without loggers has a callback whose only effect is logging.
+
+    Raises:
+        ConfigError: The values of a callback would be written nowhere.
+    """
+    for each in callbacks:
+        if isinstance(each, DeviceStatsMonitor | LearningRateMonitor):
+            raise ConfigError(
+                f"{type(each).__name__} has no logger to write to. Remove logger=False from the trainer, or the "
+                "callback."
+            )
 
 
 def as_callback_list(where: str, given: Any) -> list[Callback]:

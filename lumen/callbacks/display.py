@@ -36,7 +36,7 @@ class ProgressLine:
         head: The position, such as "epoch 2/30  step 120/900".
         fraction: Filled part of the bar, 0 to 1; None: no bar.
         tail: Time passed and time left.
-        values: Logged values by name.
+        values: Values by name: numbers, or formatted strings.
         costs: Speed and memory, formatted.
         best: Name of a value that is the best so far; shown only in lines that stay on the screen.
         stays: True if the line is the last picture, which stays on the screen.
@@ -45,7 +45,7 @@ class ProgressLine:
     head: str
     fraction: float | None = None
     tail: str = ""
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     costs: list[str] = field(default_factory=list)
     best: str | None = None
     stays: bool = False
@@ -95,7 +95,7 @@ class ProgressLine:
 
     def _format_values(self, best: str | None = None) -> list[str]:
         marks = {best: " (best so far)"}
-        return [f"{name} {format_number(value, 4)}{marks.get(name, '')}" for name, value in self.values.items()]
+        return [f"{name} {_format_value(value)}{marks.get(name, '')}" for name, value in self.values.items()]
 
 
 #: Lines of training and of an evaluation within it, with the keys "training" and "evaluation".
@@ -269,6 +269,13 @@ def _wrap_pieces(pieces: list[str], width: int) -> list[str]:
         else:
             lines.append(piece)
     return lines
+
+
+def _format_value(value: Any) -> str:
+    try:
+        return value if isinstance(value, str) else format_number(float(value), 4)
+    except (TypeError, ValueError, RuntimeError):  # an object of a subclass of the bar, or a tensor of several numbers
+        return str(value)
 
 
 def format_number(value: float, digits: int) -> str:

@@ -15,6 +15,7 @@ from lumen.callbacks.checkpoint_names import as_score
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.task.task_module import TaskModule
 
 
@@ -42,13 +43,14 @@ class EarlyStopping(Callback):
 
     Attributes:
         wait_count: Number of values since the best one.
-        stopped_epoch: Epochs completed when the callback stopped training; 0: not stopped.
+        stopped_epoch: Epoch, from 0, in which the callback stopped training; 0 also without a stop.
         stopping_reason: "not_stopped", "stopping_threshold", "divergence_threshold", "patience_exhausted" or
             "non_finite_metric".
         stopping_reason_message: Reason for the stop as text, or None.
     """
 
     may_stop_at_steps = False  # `on_step_end` requests an agreement when it stops.
+    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["EarlyStopping"]
 
     @check_arguments
     def __init__(
@@ -110,7 +112,7 @@ class EarlyStopping(Callback):
             _log.log(level, "early stopping: %s %g, best %g, %d of %d values since", self.monitor, value,
                      self._best, *counted)  # fmt: skip
         if self._pending is not None and trainer.run.ending.is_minimum_reached:
-            self.stopped_epoch = trainer.current_epoch
+            self.stopped_epoch = trainer.current_epoch - ends_epoch
             self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None
             _log.info("early stopping: %s", self.stopping_reason_message)
             trainer.should_stop = True

@@ -27,8 +27,8 @@ from lumen.checkpoint.format.folder import clean_leftovers, find_newest_committe
 from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import LightningAttributeErrors, check_arguments, check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CHECKPOINTS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
+from lumen.errors.arguments import check_arguments, check_at_least
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
 from lumen.run.plan import Duration, parse_duration_s
 from lumen.task.task_module import TaskModule
 
@@ -37,7 +37,7 @@ _SHORT_RUN_S = 10.0
 
 
 @final
-class ModelCheckpoint(Callback, LightningAttributeErrors):
+class ModelCheckpoint(Callback):
     """Callback that saves checkpoints and removes those that no rule keeps.
 
     Each checkpoint is a directory `step-NNNNNNNN`, named by completed optimizer updates. A checkpoint is never written
@@ -63,7 +63,9 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
     checkpoint once it is committed.
 
     Args:
-        monitor: A logged name, such as `val_loss`. Its values of epochs or validations rank the checkpoints.
+        filename: Accepted for compatibility with Lightning, with a warning: Lumen names each checkpoint by its step.
+        monitor: A logged name, such as `val_loss`. Its values of epochs or validations rank the checkpoints. "step" and
+            "epoch", unless they are logged names, rank the checkpoints that other rules save by these counts.
         mode: "min": smaller is better; "max": larger is better.
         every_n_train_steps: Save after every n-th optimizer step; 0: never.
         every_n_epochs: Save at the end of every n-th epoch; 0: never.
@@ -91,12 +93,14 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
     may_stop_at_steps = False
 
     INSTEAD, NEUTRAL = INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
-    ATTRIBUTES = ATTRIBUTES_OF_CHECKPOINTS
+    COUNTS = ("step", "epoch")  # monitors that need not be logged
+    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["ModelCheckpoint"]
 
     @check_arguments
     def __init__(
         self,
         dirpath: str | Path | None = None,
+        filename: str | None = None,
         *,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
@@ -125,7 +129,7 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
                 f"ModelCheckpoint: save_top_k={save_top_k} needs a monitor to rank checkpoints. Set monitor."
             )
         has_interval = (every_n_train_steps, every_n_epochs, train_time_interval) != (None, None, None)
-        self.monitor, self.mode = monitor, mode
+        self.filename, self.monitor, self.mode = filename, monitor, mode
         self.every_n_train_steps = every_n_train_steps or 0
         self.every_n_epochs = (every_n_epochs or 0) if has_interval else 1
         self.train_time_interval_s = math.inf if has_interval else _DEFAULT_INTERVAL_S
@@ -198,6 +202,11 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
     def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Start the clock, and finish work that a killed process left undone after its commit."""
         self._saves = trainer.run.saves
+        if self.filename is not None and trainer.is_global_zero:
+            _log.warning(
+                "ModelCheckpoint: ignoring filename=%r, since Lumen names the checkpoints in %s step-NNNNNNNN. Read "
+                "best_model_path, best_k_models or last_model_path", self.filename, self.dirpath,
+            )  # fmt: skip
         self._known_paths: set[PurePath] = set()  # on rank 0: the checkpoints found by the last search
         savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._callbacks_of_run = [each for each in savers if each.dirpath is not None]
@@ -237,8 +246,8 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         if self is self._callbacks_of_run[0]:
             self._save_due_checkpoints(trainer)
         epoch_ended, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
-        if epoch_ended and self.monitor is not None:
-            trainer.run.values.check_monitor("ModelCheckpoint", self.monitor)
+        if epoch_ended:
+            self._check_monitor(trainer)
 
     def _save_due_checkpoints(self, trainer: CallbackTrainer) -> None:
         """Note all scores, then save with every `ModelCheckpoint` that is due: each save stores all scores."""
@@ -247,8 +256,9 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
             saves.finish_save()
         for each in self._callbacks_of_run if ending else ():
             each._should_save = each.at_end or each._is_due(trainer)
-        for each in self._callbacks_of_run if run.values.updated else ():
-            each._note_score(trainer)
+        for each in self._callbacks_of_run:
+            if run.values.updated or each._should_save:
+                each._note_score(trainer)
         for each in self._callbacks_of_run:
             if each._should_save:
                 each.save(trainer, at_once=ending)
@@ -258,7 +268,10 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
 
     def _note_score(self, trainer: CallbackTrainer) -> None:
         """Note a new value of the monitor, also as the score of this step's checkpoint."""
-        if (value := self._get_new_value(trainer)) is not None:
+        value, progress = self._get_new_value(trainer), trainer.progress
+        if value is None and self._should_save and self.monitor in self.COUNTS:
+            value = float(progress.step if self.monitor == "step" else progress.epochs_begun - 1)
+        if value is not None:
             self._score = value
             if self._should_save:
                 self.scores[self._locate_checkpoint(trainer)[0].name] = value
@@ -283,7 +296,10 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         saves = trainer.run.saves
         saves.finish_save()
         trainer.processes.run_on_rank_zero(saves.wait)  # waits for removals too
-        if self.monitor is not None:
+        self._check_monitor(trainer)
+
+    def _check_monitor(self, trainer: CallbackTrainer) -> None:
+        if self.monitor is not None and self.monitor not in self.COUNTS:
             trainer.run.values.check_monitor("ModelCheckpoint", self.monitor)
 
     def teardown(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:

@@ -17,6 +17,7 @@ from lumen.callbacks.throughput import Throughput, measure_memory_mb
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.internals.compiler import is_compiled
 from lumen.internals.optional_packages import import_optional
 from lumen.task.task_module import TaskModule
@@ -218,9 +219,15 @@ class LearningRateMonitor(Callback):
         logging_interval: "step": at every step whose metrics are logged; "epoch": at the first step of every epoch.
         log_momentum: Log `momentum` too; if the optimizer has no momentum, log the first of its `betas`.
         log_weight_decay: Log `weight_decay` too.
+
+    Attributes:
+        lrs: Logged learning rates of the newest `fit`, by logged name, in order.
+        last_momentum_values: Newest logged momentum by logged name; empty without `log_momentum`.
+        last_weight_decay_values: Newest logged weight decay by logged name; empty without `log_weight_decay`.
     """
 
     NONE_IS_DEFAULT = True
+    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["LearningRateMonitor"]
 
     @check_arguments
     def __init__(
@@ -230,10 +237,15 @@ class LearningRateMonitor(Callback):
         log_weight_decay: bool = False,
     ) -> None:
         self.logging_interval = logging_interval
+        self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float] = {}
+        self.last_weight_decay_values: dict[str, float] = {}
         self._logged_options = ["lr", *["momentum"] * log_momentum, *["weight_decay"] * log_weight_decay]
 
     def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
-        """Raise if the optimizer lacks a value to log."""
+        """Forget earlier values, and raise if the optimizer lacks a value to log."""
+        self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
         for optimizer in trainer.optimizers:
             missing = [
                 name
@@ -255,9 +267,16 @@ class LearningRateMonitor(Callback):
         suffixes = [""] if len(groups) == 1 else [f"/{name}" for name in _name_groups(groups)]
         for suffix, group in zip(suffixes, groups, strict=True):
             for name in self._logged_options:
-                task.log(
-                    f"{name}{suffix}", float(_get_group_value(group, name)), on_step=not by_epoch, on_epoch=by_epoch
-                )
+                value = float(_get_group_value(group, name))
+                task.log(f"{name}{suffix}", value, on_step=not by_epoch, on_epoch=by_epoch)
+                if by_epoch or (trainer.global_step + 1) % trainer.plan.log_every_n_steps == 0:
+                    self._keep_value(name, f"{name}{suffix}", value)
+
+    def _keep_value(self, option: str, name: str, value: float) -> None:
+        if option == "lr":
+            self.lrs.setdefault(name, []).append(value)
+        else:
+            (self.last_momentum_values if option == "momentum" else self.last_weight_decay_values)[name] = value
 
 
 def _name_groups(groups: list[dict[str, Any]]) -> list[str]:

@@ -127,7 +127,11 @@ class BasePredictionWriter(Callback):
             batch: The batch, on the device.
             batch_idx: Number of the batch, counted as in a run with one process.
             dataloader_idx: Number of its loader.
+
+        Raises:
+            ConfigError: A subclass with this interval does not define the method.
         """
+        raise self._make_missing_error("write_on_batch_end")
 
     def write_on_epoch_end(
         self, trainer: AnyTrainer, task: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
@@ -140,7 +144,16 @@ class BasePredictionWriter(Callback):
             predictions: Predictions of this process's batches, in order, on the CPU; with several loaders a list of
                 such lists.
             batch_indices: A list for each loader (even if there is only one) with the `batch_indices` of each batch.
+
+        Raises:
+            ConfigError: A subclass with this interval does not define the method.
         """
+        raise self._make_missing_error("write_on_epoch_end")
+
+    def _make_missing_error(self, method: str) -> ConfigError:
+        return ConfigError(
+            f"{type(self).__name__}: write_interval={self.interval!r} needs {method}, which the class does not define."
+        )
 
     def on_predict_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Reset the kept predictions."""

@@ -27,6 +27,7 @@ from lumen.callbacks.throughput import Throughput, TimeEstimator, measure_memory
 from lumen.console import log_to_files, logger
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.metrics.step_values import HostCopy, is_for_progress_bar
 from lumen.task.task_module import TaskModule
 
@@ -35,7 +36,6 @@ _NAMES = {"sanity": "sanity check", "validate": "validation"}  # Displayed names
 _MAX_DEFAULT_VALUES = 3  # Number of values shown for an evaluation that logs no value with prog_bar=True.
 
 
-@final
 class ProgressBar(Callback):
     """Callback that shows the step, values logged with `prog_bar=True` (else the loss), speed, memory and time left.
 
@@ -54,17 +54,19 @@ class ProgressBar(Callback):
             time. In a notebook, at most 2, each replacing the previous picture.
         plain_every_s: Seconds between two lines in `run.log`, and in the output without a terminal or notebook, >= 0.
             There is an extra line after each validation and at the end.
+
+    A subclass may define `get_metrics` to choose and format the values of training.
     """
 
+    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["ProgressBar"]
     INSTEAD: ClassVar[Mapping[str, str]] = {
-        "refresh_rate": "Use refresh_per_second, which counts in time, not in batches.",
+        "refresh_rate": "Use refresh_per_second, which counts in time; for no bar, Trainer(enable_progress_bar=False).",
         "console_kwargs": "The bar writes to stderr, or to the output of a notebook's cell.",
-        "leave": "The last picture of training always stays.",
         "process_position": "Printed text stays above the bar.",
         "theme": "The bar has the terminal's own colours.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[int | None, ...]]] = {
-        "refresh_rate": (None, 1, 100), "leave": (False,), "process_position": (0,), "console_kwargs": (None,),
+        "refresh_rate": (None, 1, 100), "leave": (False, True), "process_position": (0,), "console_kwargs": (None,),
     }  # fmt: skip
 
     @check_arguments
@@ -74,6 +76,9 @@ class ProgressBar(Callback):
         check_at_least(0, "ProgressBar", plain_every_s=plain_every_s)
         self.refresh_per_second = refresh_per_second
         self.plain_every_s = plain_every_s
+        self._is_enabled = True
+        self._trainer: CallbackTrainer | None = None
+        self._task: TaskModule | None = None
         self._reset_state()
 
     def _reset_state(self) -> None:
@@ -88,14 +93,77 @@ class ProgressBar(Callback):
         self._best_step: int | None = None  # step of the newest validation, if it gave the best value so far
         self._pending_reading: tuple[ProgressLine, HostCopy[str]] | None = None
         self._step_values: dict[str, float] = {}
+        self._values: dict[str, Any] = {}  # values of training, as Lumen would show them
         self._epoch_names: dict[str, None] = {}  # an ordered set
         self._evaluation = _EvaluationProgress("", None)
 
     def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Choose a display."""
         self._reset_state()
-        if trainer.is_global_zero:
+        self._trainer, self._task = trainer, task
+        if trainer.is_global_zero and self._is_enabled:
             self._display = choose_display(1 / self.refresh_per_second, self.plain_every_s)
+
+    # ------------------------------------------------------------------ for subclasses
+
+    def get_metrics(self, trainer: CallbackTrainer, task: TaskModule) -> dict[str, Any]:
+        """Return the values to show next to the bar of training, by name.
+
+        An override may remove, rename and add entries; a value may be a number or a formatted string. Lumen calls this
+        at each refresh, in the first process.
+
+        Args:
+            trainer: The trainer of the run.
+            task: The task in training.
+
+        Returns:
+            The values that Lumen would show, as floats: those of the newest step and of the newest epochs.
+        """
+        return dict(self._values)
+
+    def disable(self) -> None:
+        """Show nothing from the next run on."""
+        self._is_enabled = False
+
+    def enable(self) -> None:
+        """Show the bar from the next run on."""
+        self._is_enabled = True
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if the bar is shown."""
+        return self._is_enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """True if the bar is not shown."""
+        return not self._is_enabled
+
+    @property
+    def trainer(self) -> CallbackTrainer:
+        """Trainer of the run in progress.
+
+        Raises:
+            ConfigError: No run is in progress.
+        """
+        if self._trainer is None:
+            raise ConfigError("ProgressBar.trainer: no run is in progress. Read it in hooks.")
+        return self._trainer
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Micro-batches of a training epoch; infinite if the loader has no length."""
+        return self.trainer.num_training_batches
+
+    def print(self, *args: Any, sep: str = " ") -> None:
+        """Print a line above the bar, in the first process.
+
+        Args:
+            args: The objects to print.
+            sep: Text between the objects.
+        """
+        if self._trainer is None or self._trainer.is_global_zero:
+            print(*args, sep=sep)
 
     # ------------------------------------------------------------------ training
 
@@ -171,7 +239,10 @@ class ProgressBar(Callback):
         line, host_copy = self._pending_reading
         self._pending_reading = None
         self._step_values |= host_copy.read()
-        line.values = self._step_values | line.values
+        self._values = self._step_values | line.values
+        assert self._task is not None
+        shows = not isinstance(self._display, NoDisplay)
+        line.values = self.get_metrics(self.trainer, self._task) if shows else self._values
         self._board["training"] = line
         return True
 
@@ -319,6 +390,7 @@ class ProgressBar(Callback):
     def teardown(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Restore the terminal."""
         self._close_display()
+        self._trainer = self._task = None
 
     def _close_display(self) -> None:
         self._display.close()

@@ -69,12 +69,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 _NAMES = "Lumen names each checkpoint by its step, and never overwrites a checkpoint."
+_PATHS = "Lumen names the directory by the step: read best_model_path, last_model_path or best_k_models."
 #: Replacements and neutral values for `ModelCheckpoint`.
 INSTEAD_IN_CHECKPOINTS = {
-    "auto_insert_metric_name": _NAMES,
-    "enable_version_counter": _NAMES,
     "every_n_val_epochs": "Use every_n_epochs.",
-    "filename": _NAMES,
     "period": "Use every_n_epochs.",
     "prefix": _NAMES,
     "save_on_exception": "Add lumen.OnExceptionCheckpoint() to the callbacks.",
@@ -85,7 +83,7 @@ INSTEAD_IN_CHECKPOINTS = {
     "save_weights_only": "A checkpoint always has the full state. The weights are in model/, which init_from reads.",
 }
 NEUTRAL_IN_CHECKPOINTS: Mapping[str, tuple[Any, ...]] = {
-    "auto_insert_metric_name": (True, False), "enable_version_counter": (True, False), "filename": (None,),
+    "auto_insert_metric_name": (True, False), "enable_version_counter": (True, False),
     "prefix": (None, ""), "save_on_exception": (False,), "save_on_train_epoch_end": (None, True),
     "save_weights_only": (False,),
 }  # fmt: skip
@@ -170,9 +168,12 @@ _CUSTOM_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 INSTEAD_OF_CLASSES = {
     "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background if that is faster.",
     "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
+    "Checkpoint": "Subclass lumen.Callback, and call trainer.save_checkpoint in on_step_checkpoint.",
     "CometLogger": _CUSTOM_LOGGER,
     "DeepSpeedStrategy": "Use lumen.FSDP.",
+    "DeepSpeedSummary": "Call lumen.summarize(task, max_depth).",
     "LRSchedulerCallable": "Write Callable[[Optimizer], LRScheduler].",
+    "LayerSummary": "Call lumen.summarize(task, max_depth).",
     "LightningEnvironment": "Leave it out: Lumen detects the environment of the processes.",
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
     "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/guides/smaller-models.md.",
@@ -180,30 +181,111 @@ INSTEAD_OF_CLASSES = {
     "OptimizerCallable": "Write Callable[[Iterable], Optimizer].",
     "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
     "docs/guides/smaller-models.md.",
+    "RichProgressBarTheme": "Leave it out: the bar has the terminal's own colours.",
     "SLURMEnvironment": "Leave it out: Lumen detects SLURM. SIGUSR1 saves, and exits with code 75 to requeue.",
     "TorchSyncBatchNorm": "Use trainer.sync_batchnorm.",
+    "XLAProfiler": "Lumen does not support TPUs.",
     "find_shared_parameters": "Write parameters(remove_duplicate=False).",
     "measure_flops": "Use torch.utils.flop_counter.FlopCounterMode, or ThroughputMonitor(measure_flops=True).",
     "rank_zero_deprecation": "Write logging.getLogger(__name__). Lumen shows a message once, from the first process.",
 }
 
-_PATHS = "Lumen names the directory by the step: read best_model_path, last_model_path or best_k_models."
-#: Attributes of Lightning's `ModelCheckpoint` that Lumen's lacks.
-ATTRIBUTES_OF_CHECKPOINTS = {
-    "CHECKPOINT_EQUALS_CHAR": _PATHS,
-    "CHECKPOINT_JOIN_CHAR": _PATHS,
-    "CHECKPOINT_NAME_LAST": "Lumen writes no file of this name: read last_model_path.",
-    "FILE_EXTENSION": "A checkpoint is a directory, without an extension.",
-    "STARTING_VERSION": _PATHS,
-    "auto_insert_metric_name": _PATHS,
-    "check_monitor_top_k": "Compare with best_k_models.",
-    "file_exists": _PATHS,
-    "filename": _PATHS,
-    "format_checkpoint_name": _PATHS,
-    "save_on_exception": INSTEAD_IN_CHECKPOINTS["save_on_exception"],
-    "save_weights_only": INSTEAD_IN_CHECKPOINTS["save_weights_only"],
-    "to_yaml": "Write the dictionary best_k_models yourself.",
+_PRIVATE = "Write a lumen.Callback with on_step_checkpoint, which calls trainer.save_checkpoint."
+_STOP = "Write a lumen.Callback that sets trainer.should_stop in on_step_end."
+_BAR = "Lumen draws one bar: define get_metrics(trainer, task), or set enable_progress_bar=False and write a Callback."
+_COUNT = "Read the trainer: num_training_batches, num_val_batches, num_test_batches, num_predict_batches."
+_OF_BARS = {
+    **dict.fromkeys(
+        (
+            "configure_columns", "init_predict_tqdm", "init_sanity_tqdm", "init_test_tqdm", "init_train_tqdm",
+            "init_validation_tqdm", "main_progress_bar", "predict_description", "predict_progress_bar", "progress",
+            "refresh", "sanity_check_description", "test_description", "test_progress_bar", "theme",
+            "train_description", "train_progress_bar", "val_progress_bar", "validation_description",
+        ),
+        _BAR,
+    ),
+    **dict.fromkeys(
+        (
+            "has_dataloader_changed", "reset_dataloader_idx_tracker", "total_predict_batches_current_dataloader",
+            "total_test_batches_current_dataloader", "total_val_batches", "total_val_batches_current_dataloader",
+        ),
+        _COUNT,
+    ),
+    "refresh_rate": "Read refresh_per_second, which counts in time, not in batches.",
+    "test_batch_idx": "Hooks receive batch_idx.",
+    "train_batch_idx": "Hooks receive batch_idx.",
+    "val_batch_idx": "Hooks receive batch_idx.",
+}  # fmt: skip
+_OWN_AVERAGE = "decay, warmup and update_* define the average. For a different average write a callback."
+#: Replacements for arguments of the methods of `Tuner`.
+INSTEAD_IN_TUNER = {
+    "dataloaders": "Pass the loaders as train_dataloaders or datamodule.",
+    "max_val": "The search ends at the memory limit, or after max_trials.",
+    "method": "Leave it out: a search trains.",
 }
+
+#: Attributes and methods of Lightning's callbacks that Lumen's lack, by Lumen's class. A subclass may not define them.
+ATTRIBUTES_OF_CALLBACKS: Mapping[str, Mapping[str, str]] = {
+    "BaseFinetuning": {
+        "filter_on_optimizer": "unfreeze_and_add_param_group omits parameters that the optimizer has.",
+        "flatten_modules": "freeze, make_trainable and filter_params accept nested modules.",
+        "freeze_module": "Call freeze(module).",
+    },
+    "BatchSizeFinder": {
+        "scale_batch_size": "Call lumen.Tuner(trainer).scale_batch_size(task) before fit.",
+    },
+    "EMA": {
+        "should_update": "Use update_every_n_steps, update_starting_at_step and update_starting_at_epoch.",
+        "update_parameters": _OWN_AVERAGE,
+    },
+    "EarlyStopping": {
+        "mode_dict": "Compare with best_score, by mode.",
+        "monitor_op": "Compare with best_score, by mode.",
+        "order_dict": "Read mode.",
+        **dict.fromkeys(
+            ("_evaluate_stopping_criteria", "_improvement_message", "_run_early_stopping_check", "_should_skip_check"),
+            _STOP,
+        ),
+    },
+    "GradientAccumulationScheduler": {
+        "get_accumulate_grad_batches": "Read scheduling, or trainer.accumulate_grad_batches in a run.",
+        "going_to_accumulate_grad_batches": "Read scheduling.",
+    },
+    "LearningRateFinder": {
+        "lr_find": "Call lumen.Tuner(trainer).lr_find(task) before fit.",
+    },
+    "LearningRateMonitor": dict.fromkeys(
+        ("_extract_lr", "_extract_momentum", "_extract_stats", "_get_optimizer_stats"),
+        "Read lrs, or trainer.optimizers[0].param_groups.",
+    ),
+    "ModelCheckpoint": {
+        "CHECKPOINT_EQUALS_CHAR": _PATHS,
+        "CHECKPOINT_JOIN_CHAR": _PATHS,
+        "CHECKPOINT_NAME_LAST": "Lumen writes no file of this name: read last_model_path.",
+        "FILE_EXTENSION": "A checkpoint is a directory, without an extension.",
+        "STARTING_VERSION": _PATHS,
+        "auto_insert_metric_name": _PATHS,
+        "check_monitor_top_k": "Compare with best_k_models.",
+        "file_exists": _PATHS,
+        "format_checkpoint_name": _PATHS,
+        "save_on_exception": INSTEAD_IN_CHECKPOINTS["save_on_exception"],
+        "save_weights_only": INSTEAD_IN_CHECKPOINTS["save_weights_only"],
+        "to_yaml": "Write the dictionary best_k_models yourself.",
+        **dict.fromkeys(
+            (
+                "_save_checkpoint", "_save_last_checkpoint", "_save_topk_checkpoint", "_should_save_on_train_epoch_end",
+                "_should_skip_saving_checkpoint", "_update_best_and_save",
+            ),
+            _PRIVATE,
+        ),
+    },
+    "ModelSummary": {"summarize": "Call lumen.summarize(task, max_depth)."},
+    "OnExceptionCheckpoint": {"ckpt_path": "Lumen logs the path: exception-step-N in dirpath."},
+    "ProgressBar": _OF_BARS,
+    "SWA": dict.fromkeys(("avg_fn", "update_parameters"), "SWA is the plain mean. For a decay use lumen.EMA.")
+    | {"n_averaged": "Read state_dict()['updates'].", "transfer_weights": "Read average, by name of parameter."},
+    "SpikeDetection": dict.fromkeys(("bad_batches", "last_val", "running_mean"), "Read spikes, or state_dict()."),
+}  # fmt: skip
 
 _WANDB_CALL = "Write logger.experiment.log({{key: wandb.{}, 'trainer/global_step': self.global_step}}) in fit."
 #: Attributes of Lightning's `WandbLogger` that Lumen's lacks.

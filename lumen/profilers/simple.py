@@ -56,6 +56,9 @@ class SimpleProfiler(Profiler):
             `profile.txt` and `run.log` of the run directory.
         synchronize: Wait for the device at both ends of each part. Each part then includes its device time, but host
             and device no longer overlap, so the total takes longer.
+
+    Attributes:
+        recorded_durations: Seconds of each call of a part in the last run, by name, with the time of parts inside.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"extended": (True, False)}  # the profiler has only one table
@@ -67,7 +70,8 @@ class SimpleProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.synchronize = synchronize
         self._rows: dict[str, ProfileRow] = {}
-        self._stack: list[tuple[str, ProfileRow]] = []
+        self._stack: list[tuple[str, tuple[ProfileRow, float]]] = []  # the row, and the start in seconds
+        self.recorded_durations: dict[str, list[float]] = {}
         self._outer = 0  # parts in progress that began before the measurement
         self._steps, self._waits, self._measuring = 0, False, False
         self._switched_at_s = perf_counter()
@@ -81,13 +85,14 @@ class SimpleProfiler(Profiler):
         """Reset the times and start the measurement."""
         super().begin(run, directory)
         self._waits = self.synchronize and run.strategy.device.type != "cpu"
+        self.recorded_durations = {}
         self._rows, self._outer, self._steps, self._measuring = {}, len(self._stack), 0, True
         self._switched_at_s = perf_counter()
 
     def start(self, action_name: str) -> None:
         """Begin a part, and count a call."""
         self._add_elapsed()
-        self._stack.append((action_name, row := self._get_row(action_name)))
+        self._stack.append((action_name, (row := self._get_row(action_name), self._switched_at_s)))
         row.calls += 1
 
     def stop(self, action_name: str) -> None:
@@ -97,14 +102,15 @@ class SimpleProfiler(Profiler):
             ConfigError: The part is not the one in progress.
         """
         self._add_elapsed()
-        end_part(self, self._stack, action_name)
+        _, started_at_s = end_part(self, self._stack, action_name)
+        self.recorded_durations.setdefault(action_name, []).append(self._switched_at_s - started_at_s)
         self._outer = min(self._outer, len(self._stack))
 
     @contextmanager
     def part(self, name: str, calls: int = 1) -> Iterator[None]:
         """Measure a part within the context, with a number of calls to count."""
         self.start(name)
-        self._stack[-1][1].calls += calls - 1
+        self._stack[-1][1][0].calls += calls - 1
         try:
             yield
         finally:
@@ -138,7 +144,7 @@ class SimpleProfiler(Profiler):
             torch.accelerator.synchronize(self._run.strategy.device)
         now = perf_counter()
         if len(self._stack) > self._outer:
-            self._stack[-1][1].total_s += now - self._switched_at_s
+            self._stack[-1][1][0].total_s += now - self._switched_at_s
         elif self._measuring and self._run is not None:
             self._get_row(format_with_stage("loop", self._run.stage)).total_s += now - self._switched_at_s
         self._switched_at_s = now

@@ -9,7 +9,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+from torch.profiler import (
+    ProfilerAction,
+    ProfilerActivity,
+    profile,
+    record_function,
+    schedule as make_schedule,
+    tensorboard_trace_handler,
+)
 
 from lumen.console import logger as _log, render_table
 from lumen.errors.arguments import check_arguments, check_at_least
@@ -31,6 +38,9 @@ class TorchProfiler(Profiler):
     validation that follows, so a validation in an active step is recorded in full.
 
     Args:
+        dirpath: The directory of the traces. Default: `profile` in the run directory; without a run directory
+            (evaluations, `fast_dev_run`) no trace is written.
+        filename: Write the table to `STAGE-filename.txt` too, in `dirpath` or the run directory.
         wait: Steps without recording: the first steps are slower than the rest.
         warmup: Steps whose recording is discarded, because recording is slow at first.
         active: Steps that are recorded. A trace takes megabytes for each.
@@ -39,31 +49,31 @@ class TorchProfiler(Profiler):
         profile_memory: Record the memory that operators allocate.
         with_stack: Record where in the source each operator was called; slow.
         row_limit: The number of operators in the printed table.
-        dirpath: The directory of the traces. Default: `profile` in the run directory; without a run directory
-            (evaluations, `fast_dev_run`) no trace is written.
+        schedule: Replaces `wait`, `warmup`, `active` and `repeat`: `torch.profiler.schedule(...)`.
+        on_trace_ready: Function that gets torch's profiler at the end of each cycle, and writes the trace in place of
+            this profiler: `torch.profiler.tensorboard_trace_handler(...)`.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "activities": "Leave it out: the profiler records the host and, on CUDA, the device.",
         "emit_nvtx": "Call fit in torch.autograd.profiler.emit_nvtx().",
         "export_to_chrome": "Leave it out: each cycle writes a trace, if the run has a directory.",
-        "filename": "Leave it out: names of traces have stage, step and rank.",
         "group_by_input_shapes": "Use record_shapes.",
-        "on_trace_ready": "Set dirpath, the folder of the traces.",
         "record_functions": "Leave it out: the profiler labels the parts of a run.",
         "record_module_names": "Use with_stack.",
-        "schedule": "Use wait, warmup, active and repeat.",
         "sort_by_key": "Leave it out: operators are sorted by their self time.",
         "table_kwargs": "Use row_limit.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "emit_nvtx": (False,), "export_to_chrome": (True,), "filename": (None,), "group_by_input_shapes": (False,),
+        "emit_nvtx": (False,), "export_to_chrome": (True,), "group_by_input_shapes": (False,),
         "record_module_names": (True, False), "sort_by_key": (None,), "table_kwargs": (None,),
     }  # fmt: skip
 
     @check_arguments
     def __init__(
         self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
         *,
         wait: int = 5,
         warmup: int = 2,
@@ -73,7 +83,8 @@ class TorchProfiler(Profiler):
         profile_memory: bool = False,
         with_stack: bool = False,
         row_limit: int = 20,
-        dirpath: str | Path | None = None,
+        schedule: Callable[[int], ProfilerAction] | None = None,
+        on_trace_ready: Callable[[Any], Any] | None = None,
     ) -> None:
         check_at_least(0, "TorchProfiler", wait=wait, repeat=repeat)
         check_at_least(1, "TorchProfiler", warmup=warmup, active=active)
@@ -85,7 +96,9 @@ class TorchProfiler(Profiler):
         self.profile_memory = profile_memory
         self.with_stack = with_stack
         self.row_limit = row_limit
-        super().__init__(dirpath)
+        self.schedule = schedule or make_schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
+        self.on_trace_ready = on_trace_ready
+        super().__init__(dirpath, filename)
         self._stack: list[tuple[str, record_function]] = []
         self._newest = ""
 
@@ -108,7 +121,9 @@ class TorchProfiler(Profiler):
         return self._newest
 
     def describe(self) -> None:
-        """Do nothing: each cycle has been reported."""
+        """Write the latest table to the file if `filename` is set; each cycle has been printed."""
+        if self.filename is not None:
+            super().describe()
 
     def begin(self, run: Run, directory: Path | None) -> None:
         """Start recording a run."""
@@ -119,7 +134,7 @@ class TorchProfiler(Profiler):
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
             activities=activities,
-            schedule=schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat),
+            schedule=self.schedule,
             on_trace_ready=self._report_cycle,
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
@@ -145,9 +160,9 @@ class TorchProfiler(Profiler):
         super().end()
         if not self._traces:
             _log.warning(
-                "TorchProfiler recorded no step, because %s ended after %d steps, before wait + warmup = %d. "
-                "Lower wait.",
-                self._stage, self._steps, self.wait + self.warmup,
+                "TorchProfiler recorded no step, because %s ended after %d steps, before the end of the first wait and "
+                "warmup. Lower wait.",
+                self._stage, self._steps,
             )  # fmt: skip
 
     def _report_cycle(self, done: profile) -> None:
@@ -157,7 +172,9 @@ class TorchProfiler(Profiler):
         if directory is None and self._directory is not None:
             directory = self._directory / "profile"
         unit, number = ("step", run.progress.step) if self._stage == "fit" else ("batch", self._steps)
-        if directory is not None:
+        if self.on_trace_ready is not None:
+            self.on_trace_ready(done)
+        elif directory is not None:
             worker = f"{self._stage}-{unit}-{number:08d}-rank{run.processes.rank}"
             tensorboard_trace_handler(str(directory), worker, use_gzip=True)(done)
             _log.info("wrote the trace up to %s %d to %s", unit, number, directory)

@@ -230,8 +230,9 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
         ConfigError: A class defines such methods; the message names the replacements.
     """
     for kind, owner in _iterate_owners(task, datamodule, callbacks):
-        if uncalled := [name for name in NOT_CALLED[kind] if _is_defined(owner, name)]:
-            lines = "\n".join(f"  {name}: {NOT_CALLED[kind][name]}" for name in uncalled)
+        not_called = {**NOT_CALLED[kind], **(owner.ATTRIBUTES if kind == "callback" else {})}
+        if uncalled := [name for name in not_called if _is_defined(owner, name)]:
+            lines = "\n".join(f"  {name}: {not_called[name]}" for name in uncalled)
             raise ConfigError(
                 f"{type(owner).__name__} defines methods that Lumen does not call for a {kind}. Replacements:\n{lines}"
             )

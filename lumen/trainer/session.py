@@ -180,6 +180,8 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
         if not trainer.enable_checkpointing or (stage != "fit" and trainer.run_directory is not None):
             added = [each for each in added if not isinstance(each, callbacks.ModelCheckpoint)]
         trainer.callbacks, replaced = callbacks.merge_callbacks(trainer.callbacks, added)
+    if trainer._asks_task and stage == "fit" and not (trainer.loggers or trainer.fast_dev_run):
+        callbacks.check_loggers(trainer.callbacks)
     trainer.plan = callbacks.apply_accumulation_schedule(
         trainer.plan, trainer.callbacks, replaced
     )  # the user may have added one

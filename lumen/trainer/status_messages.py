@@ -128,7 +128,11 @@ def _log_idle_monitors(run: Run) -> None:
     """Log monitors that never had a value because the run was too short. In a longer run this is an error."""
     waiting: dict[str, list[str]] = {}
     for each in run.hooks.callbacks:
-        if isinstance(each, EarlyStopping | ModelCheckpoint) and each.monitor not in (None, *run.values.newest):
+        if isinstance(each, EarlyStopping | ModelCheckpoint) and each.monitor not in (
+            None,
+            *run.values.newest,
+            *ModelCheckpoint.COUNTS,
+        ):
             waiting.setdefault(str(each.monitor), []).append(type(each).__name__)
     if not waiting or not (missing := " and ".join(run.values.pending_stages)):
         return

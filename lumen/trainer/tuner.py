@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal, final
 from lumen.callbacks import Callback
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, DataError, NonFiniteLoss, TrainingError
-from lumen.errors.arguments import check_arguments, check_at_least
+from lumen.errors.arguments import check_arguments, check_at_least, refuse_unknown_arguments
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS, INSTEAD_IN_TUNER
 from lumen.internals.memory import is_out_of_memory
 from lumen.run.open_loaders import choose_source
 from lumen.run.plan import Plan
@@ -129,8 +130,10 @@ class Tuner:
         self,
         model: TaskModule,
         train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        *,
+        method: str = "fit",
         min_lr: float = 1e-8,
         max_lr: float = 1.0,
         num_training: int = 100,
@@ -138,7 +141,9 @@ class Tuner:
         early_stop_threshold: float | None = 4.0,
         update_attr: bool = True,
         attr_name: str = "",
+        *,
         configure_optimizers: Callable[[TaskModule], Any] | None = None,
+        **unknown: Any,
     ) -> lr_search.LearningRateCurve:
         """Train with increasing learning rates (Smith, Cyclical Learning Rates, 2015).
 
@@ -148,7 +153,10 @@ class Tuner:
         Args:
             model: The task; Lumen trains a copy, beginning with its current parameters.
             train_dataloaders: A loader, several, or a data module; None: the task's loader, or the run's.
+            val_dataloaders: Accepted for compatibility with Lightning: a search does not validate.
+            dataloaders: None only.
             datamodule: A data module, in place of loaders.
+            method: "fit" only.
             min_lr: The first rate, more than 0.
             max_lr: The last rate.
             num_training: Number of steps, at least 2.
@@ -157,6 +165,7 @@ class Tuner:
             update_attr: Set the attribute or hyperparameter to the suggestion.
             attr_name: Name of the task's attribute or hyperparameter. Default: `lr` or `learning_rate`.
             configure_optimizers: Function that builds the optimizer of a task, in place of the task's own method.
+            unknown: Other arguments; each is an error.
 
         Returns:
             The curve, with `suggestion()`, `results` and `plot()`.
@@ -166,6 +175,7 @@ class Tuner:
                 attribute.
             TrainingError: The curve gives no suggestion for the attribute to set.
         """
+        self._check_call("lr_find", method, dataloaders, unknown, LearningRateFinder)
         if not model.automatic_optimization:
             raise ConfigError(
                 f"lr_find: {type(model).__name__} uses manual optimization, so the rate to search is unknown. "
@@ -197,14 +207,17 @@ class Tuner:
         self,
         model: TaskModule,
         train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        *,
+        method: str = "fit",
         mode: Mode = "power",
         steps_per_trial: int = 3,
         init_val: int = 2,
         max_trials: int = 25,
         batch_arg_name: str = "batch_size",
         margin: float = 0.05,
+        **unknown: Any,
     ) -> int:
         """Find the largest batch size that fits into memory, and set it.
 
@@ -214,7 +227,10 @@ class Tuner:
         Args:
             model: The task to copy for each trial.
             train_dataloaders: A data module; None: the task's loader, or the data of the run in progress.
+            val_dataloaders: Accepted for compatibility with Lightning: a search does not validate.
+            dataloaders: None only.
             datamodule: A data module.
+            method: "fit" only.
             mode: "power": double until memory ends; "binsearch": then bisect between the sizes that fit and do not fit.
             steps_per_trial: Updates of each trial, at least 1.
             init_val: The first size, at least 1.
@@ -222,6 +238,7 @@ class Tuner:
             batch_arg_name: Name of the task's or data module's attribute or hyperparameter from which the loader takes
                 its size.
             margin: Fraction to subtract from the result of "binsearch", at least 0 and less than 1.
+            unknown: Other arguments of Lightning's method; each is an error that says what to write.
 
         Returns:
             The size that was set.
@@ -230,6 +247,7 @@ class Tuner:
             ConfigError: The trainer has several processes, or the attribute does not exist.
             TrainingError: Not even one sample fits.
         """
+        self._check_call("scale_batch_size", method, dataloaders, unknown, BatchSizeFinder)
         check_at_least(1, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials)
         if mode not in ("power", "binsearch") or not 0 <= margin < 1:
             raise ConfigError(
@@ -249,6 +267,18 @@ class Tuner:
         trials.free_memory()
         set_on_owners([*trials.owners], batch_arg_name, size)
         return size
+
+    def _check_call(
+        self, name: str, method: str, dataloaders: Any, unknown: Mapping[str, Any], finder: type[Callback]
+    ) -> None:
+        """Refuse arguments that only Lightning has, and a second search in `fit`."""
+        more = {"method": None if method == "fit" else method, "dataloaders": dataloaders}
+        refuse_unknown_arguments(name, {**more, **unknown}, INSTEAD_IN_TUNER)
+        if any(isinstance(each, finder) for each in self._trainer.callbacks) and self._trainer._status != "running":
+            raise ConfigError(
+                f"{name}: the trainer has a {finder.__name__} in callbacks, so fit would search again. Remove one of "
+                "the two."
+            )
 
 
 def find_rate_name(model: TaskModule, attr_name: str) -> str:
@@ -282,6 +312,8 @@ class LearningRateFinder(Callback):
     Attributes:
         optimal_lr: The curve; None without a search.
     """
+
+    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["LearningRateFinder"]
 
     @check_arguments
     def __init__(
@@ -357,7 +389,8 @@ class BatchSizeFinder(Callback):
         optimal_batch_size: The size; None without a search.
     """
 
-    INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": "The search ends at the memory limit, or after max_trials."}
+    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["BatchSizeFinder"]
+    INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": INSTEAD_IN_TUNER["max_val"]}
 
     @check_arguments
     def __init__(

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import lumen
 from lumen.checkpoint.format.storage import Storage
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.task.hooks import HOOKS, MODE_HOOKS
 from tests.helpers.architecture import AROUND_THE_CORE, LAYERS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
@@ -29,7 +30,7 @@ MIXINS = {
     "LightningAttributeErrors", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached",
     "RenamedMembers",
 }  # fmt: skip
-OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI", "RunView"} | MIXINS
+OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "ProgressBar", "CLI", "RunView"} | MIXINS
 PUBLIC = [
     "AdvancedProfiler",
     "AimLogger",
@@ -851,6 +852,7 @@ OTHERS = {
     "_actions", "_typehint",  # argparse and jsonargparse
     "_computed", "_defaults", "_forward_cache", "_reductions", "_sync_dist", "_to_sync",  # torchmetrics
     "_update_count",
+    *(name for names in ATTRIBUTES_OF_CALLBACKS.values() for name in names),  # Lightning's
 }  # fmt: skip
 #: Lumen's names that no assignment shows.
 LUMENS = {"_", "_hparams"}

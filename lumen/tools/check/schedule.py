@@ -482,7 +482,7 @@ def _describe_rules(saver: ModelCheckpoint) -> str:
         format_every(saver.every_n_train_steps, "step") if saver.every_n_train_steps else "",
         format_every(saver.every_n_epochs, "epoch") if saver.every_n_epochs else "",
         f"every {format_rough_duration(saver.train_time_interval_s)}" if saver.train_time_interval_s < math.inf else "",
-        f"at a new best {saver.monitor}" if saver.on_best and saver.monitor is not None else "",
+        f"at a new best {saver.monitor}" if saver.on_best and saver.monitor not in (None, *saver.COUNTS) else "",
         "at the end" if saver.at_end else "",
     ]
     return ", ".join(filter(None, parts)) or "never"

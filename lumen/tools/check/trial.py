@@ -424,7 +424,11 @@ class CheckTrial:
         callbacks: list[Callback] = trainer.callbacks
         self.savers = get_checkpoint_callbacks(callbacks) if trainer.enable_checkpointing else []
         watched = (each for each in callbacks if isinstance(each, (EarlyStopping, ModelCheckpoint)))
-        self.monitors = [(type(each).__name__, str(each.monitor)) for each in watched if each.monitor is not None]
+        self.monitors = [
+            (type(each).__name__, each.monitor)
+            for each in watched
+            if each.monitor is not None and not (isinstance(each, ModelCheckpoint) and each.monitor in each.COUNTS)
+        ]
         finders = (each for each in callbacks if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
         self.finders = [type(each).__name__ for each in finders]
         self.observer = TrialObserver(probes_forwards=not trainer.compilation.setting)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
+from pydoc import locate
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, final
 
@@ -238,9 +240,7 @@ class Rerun:
     def _make_settings(self, root: Path, checkpoint: PurePath | None) -> dict[str, Any]:
         trainer = dict(self.config.get("trainer") or {})
         processes = int(self.environment.get("processes", 1))
-        trainer["callbacks"] = [
-            each for each in as_list(trainer.get("callbacks")) if _get_class_name(each) not in _LEFT_OUT
-        ]
+        trainer["callbacks"] = [each for each in as_list(trainer.get("callbacks")) if not _is_left_out(each)]
         trainer |= _RERUN_SETTINGS | {
             "default_root_dir": str(root),
             "resume": None if checkpoint is None else str(checkpoint),
@@ -289,6 +289,14 @@ def _list_files(checkpoint: PurePath) -> dict[str, str]:
 def _get_class_name(callback: Any) -> str:
     name = callback.get("class_path", "") if isinstance(callback, dict) else callback or ""
     return str(name).rpartition(".")[2]
+
+
+def _is_left_out(callback: Any) -> bool:
+    """Return True if a callback of the config does not change the computation."""
+    path = callback.get("class_path", "") if isinstance(callback, dict) else callback or ""
+    kind = locate(str(path))
+    is_subclass = inspect.isclass(kind) and issubclass(kind, SIDE_EFFECT_CALLBACKS)
+    return is_subclass or _get_class_name(callback) in _LEFT_OUT
 
 
 def _list_checkpoint_folders(config: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CHECKPOINTS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
@@ -68,7 +69,7 @@ def test_model_checkpoint_accepts_neutral_lightning_arguments():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("filename", "{epoch}-{val_loss:.2f}"), ("save_weights_only", True), ("save_on_exception", True),
+        ("save_weights_only", True), ("save_on_exception", True),
         ("save_on_train_epoch_end", False), ("every_n_val_epochs", 2), ("period", 1), ("prefix", "best"),
     ],
 )  # fmt: skip
@@ -78,15 +79,45 @@ def test_model_checkpoint_rejects_unsupported_arguments_with_a_hint(name, value)
     assert str(caught.value) == f"ModelCheckpoint has no argument {name}. {INSTEAD_IN_CHECKPOINTS[name]}"
 
 
-@pytest.mark.parametrize("name", ATTRIBUTES_OF_CHECKPOINTS)
-def test_missing_lightning_attributes_name_their_replacement(name):
-    saver = lumen.ModelCheckpoint()
-    assert not hasattr(saver, name)
-    with pytest.raises(AttributeError) as caught:
-        getattr(saver, name)
-    assert str(caught.value) == f"ModelCheckpoint has no attribute {name}. {ATTRIBUTES_OF_CHECKPOINTS[name]}"
-    for word in ("best_model_path", "last_model_path", "best_k_models"):
-        assert hasattr(saver, word)
+#: Callbacks by class, and the class of Lightning.
+KINDS = {
+    "BaseFinetuning": (lumen.BackboneFinetuning, "BaseFinetuning"),
+    "EMA": (lumen.EMA, "EMAWeightAveraging"),
+    "EarlyStopping": (partial(lumen.EarlyStopping, "x"), "EarlyStopping"),
+    "GradientAccumulationScheduler": (
+        partial(lumen.GradientAccumulationScheduler, {0: 1}), "GradientAccumulationScheduler",
+    ),
+    "ProgressBar": (lumen.ProgressBar, "TQDMProgressBar"),
+    "SWA": (partial(lumen.SWA, 0.1), "StochasticWeightAveraging"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ATTRIBUTES_OF_CALLBACKS)
+def test_missing_lightning_attributes_name_their_replacement(kind):
+    callback = KINDS.get(kind, [getattr(lumen, kind)])[0]()
+    for name, text in ATTRIBUTES_OF_CALLBACKS[kind].items():
+        assert not hasattr(callback, name)
+        with pytest.raises(AttributeError) as caught:
+            getattr(callback, name)
+        assert str(caught.value) == f"{type(callback).__name__} has no attribute {name}. {text}"
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        (lumen.ProgressBar, "init_validation_tqdm"),
+        (lumen.ModelCheckpoint, "_save_checkpoint"),
+        (partial(lumen.EarlyStopping, "val_loss"), "_run_early_stopping_check"),
+        (lumen.LearningRateMonitor, "_extract_stats"),
+        (lumen.ModelSummary, "summarize"),
+    ],
+)
+def test_methods_that_only_lightning_calls_raise(tmp_path, base, name):
+    kind = base.func if isinstance(base, partial) else base
+    mine = type("Mine", (kind,), {name: lambda self, *_: None})
+    callback = mine(*(base.args if isinstance(base, partial) else ()))
+    with pytest.raises(ConfigError, match=f"Mine defines methods that Lumen does not call.*\n  {name}: "):
+        quiet_trainer(tmp_path, max_steps=1, callbacks=[callback], enable_progress_bar=None).fit(Scored(), loader())
 
 
 # ---------------------------------------------------------------------- EarlyStopping
@@ -99,7 +130,7 @@ def test_early_stopping_has_stopping_reason_and_best_score(tmp_path):
     trainer = fit(tmp_path, stopping, make=bare_trainer, epochs=9)
     assert (stopping.best_score.item(), stopping.best_score.dtype) == (1.0, torch.float64)
     assert (stopping.stopping_reason, stopping.wait_count) == ("patience_exhausted", 2)
-    assert trainer.current_epoch == stopping.stopped_epoch == 4
+    assert (trainer.current_epoch, stopping.stopped_epoch) == (4, 3)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_early_stopping_stops_at_the_right_epoch(tmp_path, values, options, epoc
     stopping = lumen.EarlyStopping("score", **options)
     trainer = fit_scripted(tmp_path, values, [stopping])
     assert trainer.current_epoch == epochs
-    assert stopping.stopped_epoch == (epochs if trainer.should_stop else 0)
+    assert stopping.stopped_epoch == (epochs - 1 if trainer.should_stop else 0)
     assert (stopping.stopping_reason_message is not None) == trainer.should_stop
 
 
@@ -72,7 +72,7 @@ def test_new_best_cancels_a_stop_waiting_for_minimum(tmp_path, values, minimum, 
     stopping = lumen.EarlyStopping("score", **{"patience": 1} | options)
     trainer = fit_scripted(tmp_path, values, [stopping], resume="auto", **minimum)
     assert trainer.global_step == 2 * epochs
-    assert stopping.stopped_epoch == (0 if epochs == 6 else int(epochs))
+    assert stopping.stopped_epoch == (0 if epochs == 6 else math.ceil(epochs) - 1)
     assert stopping.best_score == min(value for value in values[: math.ceil(epochs)] if value >= 1)
 
 

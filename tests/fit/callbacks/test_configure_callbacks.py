@@ -130,7 +130,7 @@ def test_one_that_stops_stops_the_run(tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=5)
     trainer.fit(make_task(lambda: lumen.EarlyStopping("val_loss", patience=1, min_delta=9.0)), loader(), loader())
     assert trainer.current_epoch == 2
-    assert trainer.early_stopping_callback.stopped_epoch == 2
+    assert trainer.early_stopping_callback.stopped_epoch == 1
 
 
 def test_accumulation_scheduler_of_task_replaces_that_of_trainer(tmp_path):

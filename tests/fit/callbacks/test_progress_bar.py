@@ -264,7 +264,7 @@ def test_each_validation_leaves_one_line_above_the_bar(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     for options in ({}, {"enable_progress_bar": False}):
         written = replace_console(monkeypatch, terminal=True)
-        run = make_trainer(tmp_path, max_steps=15, val_check_interval=5, **options)
+        run = make_trainer(tmp_path, max_steps=15, val_check_interval=5)
         run.callbacks = [each for each in run.callbacks if not options or not isinstance(each, ProgressBar)]
         run.callbacks.append(lumen.EarlyStopping("score", mode="max"))
         run.fit(LogsGivenValues(0.5, 0.75, 0.25), make_loader(100), val_dataloaders=make_loader(1))
