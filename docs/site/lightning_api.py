@@ -266,7 +266,11 @@ def page() -> str:
     parts = [BEGINNING.format(version=version("lightning"))]
     for owner, found in verdicts.items():
         rows = {name: verdict for name, verdict in found.items() if verdict.kind != "same"}
-        rows |= {name: Verdict("error", text) for name, text in ADVICE.get(owner, {}).items() if name not in found and name[0] != "_"}
+        rows |= {
+            name: Verdict("error", text)
+            for name, text in ADVICE.get(owner, {}).items()
+            if name not in found and name[0] != "_"
+        }
         same = [f"`{name}`" for name in found if name not in rows]
         parts += [f"## {'Classes and functions' if owner == 'names' else owner}\n"]
         parts += [textwrap.fill(f"Same: {', '.join(same)}.", 100) + "\n"] if same else []

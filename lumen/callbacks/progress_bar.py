@@ -110,7 +110,7 @@ class ProgressBar(Callback):
         """Return the values to show next to the bar of training, by name.
 
         An override may remove, rename and add entries; a value may be a number or a formatted string. Lumen calls this
-        at each refresh, in the first process.
+        at each refresh, in the first process, once there is a value.
 
         Args:
             trainer: The trainer of the run.
@@ -241,7 +241,7 @@ class ProgressBar(Callback):
         self._step_values |= host_copy.read()
         self._values = self._step_values | line.values
         assert self._task is not None
-        shows = not isinstance(self._display, NoDisplay)
+        shows = self._values and not isinstance(self._display, NoDisplay)  # An override may need the logged values.
         line.values = self.get_metrics(self.trainer, self._task) if shows else self._values
         self._board["training"] = line
         return True

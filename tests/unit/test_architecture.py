@@ -30,7 +30,15 @@ MIXINS = {
     "LightningAttributeErrors", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached",
     "RenamedMembers",
 }  # fmt: skip
-OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "ProgressBar", "CLI", "RunView"} | MIXINS
+OPEN_CLASSES = {
+    "TaskModule",
+    "DataModule",
+    "Callback",
+    "BasePredictionWriter",
+    "ProgressBar",
+    "CLI",
+    "RunView",
+} | MIXINS
 PUBLIC = [
     "AdvancedProfiler",
     "AimLogger",

@@ -12,7 +12,7 @@ import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError, DataError
 from tests.helpers.predictions import Doubling, make_data, read_predictions
-from tests.helpers.tasks import bare_trainer, make_numbers
+from tests.helpers.tasks import Regression, bare_trainer, loader, make_numbers
 from tests.helpers.working_directory import LINE
 
 CONFIG = LINE
@@ -69,6 +69,15 @@ def test_a_writer_of_ones_own_gets_lightnings_arguments(tmp_path):
     predict(tmp_path, own, [make_data(4), make_data(2)])
     assert own.batches == [([0, 2, 4], [0, 1, 2], 0, 0), ([6], [3], 1, 0), ([0, 2], [0, 1], 0, 1)]
     assert own.epochs == [([[[0, 2, 4], [6]], [[0, 2]]], [[[0, 1, 2], [3]], [[0, 1]]])]
+
+
+@pytest.mark.parametrize(("interval", "method"), [("batch", "write_on_batch_end"), ("epoch", "write_on_epoch_end")])
+def test_writer_without_its_method_raises(tmp_path, interval, method):
+    class Half(lumen.BasePredictionWriter):
+        pass
+
+    with pytest.raises(ConfigError, match=f"Half: write_interval='{interval}' needs {method}, which the class"):
+        bare_trainer(tmp_path, callbacks=[Half(interval)]).predict(Regression(), loader())
 
 
 def test_predictions_of_one_loader_are_a_flat_list(tmp_path):

@@ -46,6 +46,42 @@ def find_pairs(text: str) -> Iterator[tuple[int, int]]:
         yield int(step), int(float(value))
 
 
+# ---------------------------------------------------------------------- subclasses
+
+
+class Renaming(ProgressBar):
+    """Bar that removes, renames and formats values, like a bar of Lightning."""
+
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+        items = super().get_metrics(trainer, pl_module)
+        items.pop("v_num", None)
+        assert type(items["number"]) is float
+        shown = f"{items.pop('number'):.1f} of {self.total_train_batches}"
+        return {"n": shown, "rate": torch.tensor(trainer.optimizers[0].param_groups[0]["lr"]), **items}
+
+
+def test_get_metrics_of_a_subclass_chooses_shown_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = replace_console(monkeypatch, terminal=False)
+    make_trainer(tmp_path, Renaming(plain_every_s=0.0), max_epochs=2).fit(
+        Task(), make_loader(3), val_dataloaders=make_loader(1)
+    )
+    lines = [line for line in written().splitlines() if line.startswith("step 5/6 · ")]
+    assert lines[0].startswith("step 5/6 · epoch 2/2 · n 5.0 of 3 · rate 0.01000 · val_number 1003 · ")
+    assert "· number " not in written()
+
+
+@pytest.mark.parametrize("how", ["disable", "enable"])
+def test_disabled_bar_shows_nothing_until_enabled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
+    written, bar = replace_console(monkeypatch, terminal=False), ProgressBar(plain_every_s=0.0)
+    bar.disable()
+    getattr(bar, how)()
+    assert bar.is_disabled == (how == "disable") != bar.is_enabled
+    make_trainer(tmp_path, bar, max_steps=2).fit(Task(), make_loader(3))
+    assert ("step 2/2" in written()) == bar.is_enabled
+    with pytest.raises(ConfigError, match="no run is in progress"):
+        bar.total_train_batches  # noqa: B018
+
+
 # ---------------------------------------------------------------------- plain lines
 
 

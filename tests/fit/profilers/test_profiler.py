@@ -468,8 +468,38 @@ def test_an_unfinished_cycle_is_written_too(tmp_path):
 def test_a_run_too_short_to_record_says_so(tmp_path, caplog):
     trainer = quiet_trainer(tmp_path, max_epochs=1, profiler="torch", log_level="WARNING")
     trainer.fit(Regression(), loader(40, 8))
-    assert "TorchProfiler recorded no step, because fit ended after 5 steps, before the end of the first wait" in caplog.text
+    assert (
+        "TorchProfiler recorded no step, because fit ended after 5 steps, before the end of the first wait"
+        in caplog.text
+    )
     assert not (trainer.run_directory / "profile").exists()
+
+
+def test_torch_profiler_takes_file_schedule_and_handler(tmp_path):
+    ready = []
+    profiler = lumen.TorchProfiler(
+        tmp_path / "out", "operators", schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1),
+        on_trace_ready=ready.append,
+    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, max_epochs=1, profiler=profiler)
+    trainer.fit(Regression(), loader())
+    (done,) = ready
+    assert [each.count for each in done.key_averages() if each.key == "training_step"] == [2]
+    assert "training_step" in (tmp_path / "out/fit-operators.txt").read_text()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["fit-operators.txt"]
+
+
+def test_simple_profiler_records_duration_of_each_call(tmp_path):
+    profiler = lumen.SimpleProfiler()
+    quiet_trainer(tmp_path, max_epochs=1, profiler=profiler).fit(Regression(), loader())
+    steps, updates = profiler.recorded_durations["training_step"], profiler.recorded_durations["optimizer.step"]
+    assert len(steps) == len(updates) == 7
+    assert min(steps) > 0
+    (row,) = [each for each in profiler.rows if each.name == "training_step"]
+    assert sum(steps) == pytest.approx(row.total_s)  # no part is inside
+    with profiler.profile("outer"), profiler.profile("inner"):
+        time.sleep(0.01)
+    assert profiler.recorded_durations["outer"][0] > profiler.recorded_durations["inner"][0] >= 0.01
 
 
 def test_shapes_memory_and_stacks_are_recorded_on_demand(tmp_path, capsys):

@@ -42,6 +42,37 @@ def search(tmp_path, task, data, **options):
 # ---------------------------------------------------------------------- the learning rate
 
 
+def test_tuner_takes_arguments_of_lightning_in_order(tmp_path):
+    task, data = Falling(), loader(256, 8)
+    tuner = lumen.Tuner(bare_trainer(tmp_path, max_epochs=1))
+    curve = tuner.lr_find(task, data, loader(8), None, None, "fit", 1e-3, 1.0, 20, "linear", None, False)
+    assert curve.results["lr"] == pytest.approx(np.linspace(1e-3, 1.0, 20))
+    assert task.hparams.lr == 1e-5
+
+
+@pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "validate"}, "has no method: Leave it out: a search trains"),
+        ({"dataloaders": [1]}, "has no dataloaders: Pass the loaders as train_dataloaders"),
+        ({"max_val": 8}, "has no max_val: The search ends at the memory limit"),
+    ],
+)
+def test_arguments_that_only_lightning_has_raise(tmp_path, method, options, message):
+    with pytest.raises(ConfigError, match=f"{method} {message}"):
+        getattr(lumen.Tuner(bare_trainer(tmp_path, max_epochs=1)), method)(Falling(), loader(), **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "finder"), [("lr_find", lumen.LearningRateFinder), ("scale_batch_size", lumen.BatchSizeFinder)]
+)
+def test_tuner_refuses_a_trainer_that_searches_again(tmp_path, method, finder):
+    tuner = lumen.Tuner(bare_trainer(tmp_path, max_epochs=1, callbacks=[finder()]))
+    with pytest.raises(ConfigError, match=f"{method}: the trainer has a {finder.__name__} in callbacks"):
+        getattr(tuner, method)(Falling(), loader())
+
+
 def test_rates_rise_and_losses_precede_their_update(tmp_path):
     task, data = Regression(optimizer="SGD"), loader(64, 8, shuffle=False)
     curve = search(tmp_path, task, data, update_attr=False, early_stop_threshold=None)
