@@ -73,7 +73,7 @@ def test_lr_monitor_keeps_values_of_lightning(tmp_path, interval, every):
 
 @NEEDS_LIGHTNING
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"patience": 2}, {"stopping_threshold": 4.2}, {"patience": 9}])
+@pytest.mark.parametrize("options", [{"patience": 2}, {"divergence_threshold": 5.5}, {"patience": 9}])
 def test_early_stopping_has_attributes_of_lightning(tmp_path, options):
     theirs, ours = fit_both(tmp_path, lambda library, folder: library.EarlyStopping("score", **options))
     for name in ("stopped_epoch", "wait_count", "best_score", "patience", "monitor", "mode"):
