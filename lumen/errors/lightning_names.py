@@ -73,6 +73,7 @@ _PATHS = "Lumen names the directory by the step: read best_model_path, last_mode
 #: Replacements and neutral values for `ModelCheckpoint`.
 INSTEAD_IN_CHECKPOINTS = {
     "every_n_val_epochs": "Use every_n_epochs.",
+    "filename": _NAMES,  # accepted, with a warning
     "period": "Use every_n_epochs.",
     "prefix": _NAMES,
     "save_on_exception": "Add lumen.OnExceptionCheckpoint() to the callbacks.",

@@ -189,9 +189,8 @@ METHODS: Mapping[str, Mapping[str, str | None]] = {
     "fit": {"train_dataloader": "train_dataloaders"},
     "log": dict.fromkeys(INSTEAD_IN_LOG),
     "log_dict": dict.fromkeys(INSTEAD_IN_LOG),
-    "lr_find": dict.fromkeys(("method", "val_dataloaders", "dataloaders")),
     "save_checkpoint": dict.fromkeys(("weights_only", "storage_options")),
-    "scale_batch_size": dict.fromkeys(("method", "val_dataloaders", "dataloaders", "max_val")),
+    "scale_batch_size": {"max_val": None},
     "test": {"test_dataloaders": "dataloaders"},
     "validate": {"val_dataloaders": "dataloaders"},
 }
@@ -228,7 +227,7 @@ def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
 def get_method_change(method: str, name: str) -> ArgumentChange:
     """Return the change of an argument of a method."""
     owner = lumen.TaskModule if method in ("log", "log_dict") else lumen.Trainer
-    found = getattr(lumen.Tuner if method in ("lr_find", "scale_batch_size") else owner, method)
+    found = getattr(lumen.Tuner if method == "scale_batch_size" else owner, method)
     takes = inspect.signature(found).parameters
     if name in takes or name not in METHODS[method]:
         return _NO_CHANGE
@@ -249,8 +248,9 @@ def list_positional_names(name: str, owner: str) -> tuple[list[str], list[str]]:
 
 @cache
 def _list_accepted(owner: str) -> frozenset[str]:
-    """Return the names of the arguments of a Lumen class."""
-    return frozenset(inspect.signature(getattr(lumen, owner)).parameters)
+    """Return the names of the arguments of a Lumen class that have an effect."""
+    kind = getattr(lumen, owner)
+    return frozenset(inspect.signature(kind).parameters) - {*getattr(kind, "INSTEAD", ())}
 
 
 def _is_off(value: Any) -> bool:

@@ -72,8 +72,8 @@ IMPORTS = [
     ('import lightning as L\nclass A:\n    """L.Trainer"""', 'import lumen\nclass A:\n    """L.Trainer"""'),
     ("import logging, lightning\nlogging.getLogger('lightning.pytorch')",
      'import logging\nimport lumen\nlogging.getLogger("lumen")'),
-    ("from lightning.pytorch.tuner import Tuner\nTuner(t).lr_find(m, method='fit', num_training=5)",
-     "from lumen import Tuner\nTuner(t).lr_find(m, num_training=5)"),
+    ("from lightning.pytorch.tuner import Tuner\nTuner(t).scale_batch_size(m, method='fit', max_val=5)",
+     "from lumen import Tuner\nTuner(t).scale_batch_size(m, method='fit')"),
     ("from lightning.pytorch.strategies import FSDPStrategy, DDPStrategy", "from lumen import FSDP, DDP"),
     ("import lightning as L\nprint(L.__version__)", "import lumen\nprint(lumen.__version__)"),
 ]  # fmt: skip
