@@ -154,9 +154,9 @@ class Tuner:
             model: The task; Lumen trains a copy, beginning with its current parameters.
             train_dataloaders: A loader, several, or a data module; None: the task's loader, or the run's.
             val_dataloaders: Accepted for compatibility with Lightning: a search does not validate.
-            dataloaders: None only.
+            dataloaders: Must be None: a search trains.
             datamodule: A data module, in place of loaders.
-            method: "fit" only.
+            method: Must be "fit": a search trains.
             min_lr: The first rate, more than 0.
             max_lr: The last rate.
             num_training: Number of steps, at least 2.
@@ -228,9 +228,9 @@ class Tuner:
             model: The task to copy for each trial.
             train_dataloaders: A data module; None: the task's loader, or the data of the run in progress.
             val_dataloaders: Accepted for compatibility with Lightning: a search does not validate.
-            dataloaders: None only.
+            dataloaders: Must be None: a search trains.
             datamodule: A data module.
-            method: "fit" only.
+            method: Must be "fit": a search trains.
             mode: "power": double until memory ends; "binsearch": then bisect between the sizes that fit and do not fit.
             steps_per_trial: Updates of each trial, at least 1.
             init_val: The first size, at least 1.

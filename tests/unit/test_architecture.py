@@ -590,7 +590,7 @@ POSITIONAL_BOOLEANS = {
         "ManualOptimizer.toggle_model", "OptimizerHooks.optimizers", "TaskModule.all_gather",
         "TaskModule.load_from_checkpoint", "TaskModule.log", "TaskModule.log_dict", "Trainer.fit", "Trainer.predict",
         "Trainer.test", "Trainer.validate", "WandbLogger.__init__", "WandbLogger.watch", "isolate_rng",
-        "seed_everything",
+        "Tuner.lr_find", "seed_everything",
     },
     "torch's signature": {"ManualOptimizer.zero_grad", "SavedModes.keep_choices.recorded_train", "Teacher.train"},
     "pickle gives arguments by position": {"_unpickle_request"},

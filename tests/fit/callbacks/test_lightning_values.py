@@ -1,4 +1,4 @@
-"""Attributes of callbacks that equal those of the installed Lightning's callbacks, on the same data."""
+"""Attributes of callbacks equal the attributes of the installed Lightning's callbacks, on the same data."""
 
 import logging
 import warnings
@@ -91,7 +91,7 @@ def test_early_stopping_has_attributes_of_lightning(tmp_path, options):
         {"monitor": "score", "every_n_epochs": 1},
     ],
 )
-def test_checkpoint_scores_equal_those_of_lightning(tmp_path, options):
+def test_checkpoint_scores_equal_scores_of_lightning(tmp_path, options):
     def make(library, folder):
         more = {"at_end": False, "on_best": False} if library is lumen else {}
         return library.ModelCheckpoint(folder / "best", mode="max", save_top_k=2, **options, **more)
