@@ -9,6 +9,7 @@ import os
 import re
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -62,16 +63,27 @@ class MigratedFile(NamedTuple):
 
 def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = CommandParser("migrate", COMMAND, "PATH [--write]", _DESCRIPTION)
+    parser = CommandParser("migrate", COMMAND, "PATH [--write | --check -- COMMAND ...]", _DESCRIPTION)
     parser.add_argument("path", metavar="PATH", help="A project's directory, or one file.")
     parser.add_argument("--write", action="store_true", help="Write the edits. Git must be able to undo the edits.")
     parser.add_argument("--force", action="store_true", help="Write the edits even if git could not undo the edits.")
+    parser.add_argument("--check", action="store_true", help="Compare the first steps of the project and of the "
+                        "migrated project, which COMMAND trains in copies.")  # fmt: skip
+    parser.add_argument("--original", metavar="PATH", help="The project before edits that you have written.")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="Optimizer steps to compare. Default: 10.")
+    parser.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="Longest time of each training, "
+                        "in seconds. Default: 600.")  # fmt: skip
     return parser
 
 
 def run(words: list[str]) -> int:
-    """Show or make the edits, and return the exit code."""
+    """Show, make or check the edits, and return the exit code."""
+    words, *commands = [[*group] for is_end, group in groupby(words, "--".__eq__) if not is_end] or [[]]
     arguments = options().read(words)
+    if arguments.check:
+        from lumen.tools.migrate.check import check_project  # imported only here, because it imports torch
+
+        return check_project(arguments, commands, _migrate_copy)
     path = Path(os.path.expanduser(arguments.path))
     found = migrate_project(path)
     edited = [each for each in found if each.after != each.before]
@@ -82,6 +94,13 @@ def run(words: list[str]) -> int:
             _print_diff(_iterate_diff(each, _format_path(each.path, path)))
     _print_report(found, edited, path, written=arguments.write)
     return int(any(each.problem for each in found))
+
+
+def _migrate_copy(path: Path) -> list[str]:
+    """Migrate a project in place, and return its notes."""
+    found = migrate_project(path)
+    _write_edits([each for each in found if each.after != each.before], force=True)
+    return [f"{each.path.relative_to(path)}:{note.line}: {note.sentence}" for each in found for note in each.notes]
 
 
 def migrate_project(path: Path) -> list[MigratedFile]:

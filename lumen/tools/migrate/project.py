@@ -24,8 +24,8 @@ _BASES = {
     lumen.Logger: "logger",
     lumen.Trainer: "trainer",
 }
-#: Directories to skip if git does not list the project's files.
-_FOREIGN_FOLDERS = ("__pycache__", "node_modules", "site-packages", "lightning_logs", "wandb", "mlruns")
+#: Directories of environments, caches and runs.
+FOREIGN_FOLDERS = ("__pycache__", "node_modules", "site-packages", "lightning_logs", "wandb", "mlruns")
 _SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".ipynb", ".toml", ".cfg", ".txt", ".lock")
 _NAMED = ("Pipfile", "Dockerfile", "Makefile")
 
@@ -122,7 +122,7 @@ def list_files(path: Path) -> list[Path]:
 def _walk_files(path: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(path):
         ours = (name for name in folders if not Path(folder, name, "pyvenv.cfg").exists())
-        folders[:] = [name for name in ours if name not in _FOREIGN_FOLDERS]
+        folders[:] = [name for name in ours if name not in FOREIGN_FOLDERS]
         yield from (Path(folder, name) for name in files)
 
 
