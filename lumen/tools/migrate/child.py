@@ -11,12 +11,11 @@ import inspect
 import json
 import os
 import random
+import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial, wraps
-from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -29,23 +28,41 @@ _TRAINERS = {
     "pytorch_lightning.trainer.trainer": LIGHTNING,
     "lumen.trainer.trainer": LUMEN,
 }
-_LOCAL = (None, "", "localhost", "127.0.0.1", "::1")
+_HINT = "If the edits are written, name the project before them by --original."
 
 
 def install() -> None:
-    """Prepare this interpreter: protect the project's directory, refuse network, and wait for the trainer's import."""
+    """Prepare this interpreter: protect the project's directory, refuse network, and change modules on their import."""
     settings = json.loads(os.environ[VARIABLE])
-    source, copy = settings["source"], settings["copy"]
-    sys.path[:] = [_move_path(each, source, copy) for each in sys.path if each != settings["folder"]]
-    del sys.modules["sitecustomize"]
-    with suppress(ImportError):
-        import_module("sitecustomize")  # the module of the environment, which the one of the check hides
-    sys.addaudithook(partial(_on_audit_event, source, settings["folder"]))
-    sys.meta_path.insert(0, _ChangingFinder({
-        "torch": lambda _: _seed_generators(0),
-        "lumen.random": lambda module: setattr(module, "seed_for_building", _seed_generators),
-        **{name: partial(_change_trainer, library, settings) for name, library in _TRAINERS.items()},
-    }))  # fmt: skip
+    source, folder = settings["source"], settings["folder"]
+    # An editable installation of the project names the project's directory: the process imports from the copy.
+    sys.path[:] = [settings["copy"] + each[len(source) :] if f"{each}/".startswith(f"{source}/") else each
+                   for each in sys.path if each != folder]  # fmt: skip
+    sys.addaudithook(partial(_on_audit_event, source, folder))
+    changes = {name: partial(_change_trainer, library, settings) for name, library in _TRAINERS.items()}
+    seeds = {"torch": lambda _: _seed_generators(0),
+             "lumen.random": lambda module: setattr(module, "seed_for_building", _seed_generators)}  # fmt: skip
+    sys.meta_path.insert(0, _ChangingFinder(changes | seeds))
+    hidden = PathFinder.find_spec("sitecustomize")
+    if hidden is not None and hidden.origin is not None:
+        runpy.run_path(hidden.origin)
+
+
+def _on_audit_event(source: str, folder: str, event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse writes in the project's directory, and connections to other machines."""
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        address = arguments[event == "socket.connect"]  # the path of a socket of this machine, a host, or host and port
+        host = address[0] if isinstance(address, tuple) else address if event == "socket.getaddrinfo" else None
+        if host not in (None, "", "localhost", "127.0.0.1", "::1", os.uname().nodename):
+            raise ConnectionRefusedError(f"`lumen migrate --check` has no network, but the project asks {host}.")
+    if event not in ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"):
+        return
+    path, mode, flags = arguments if event == "open" else (arguments[0], "w", 0)
+    writes = {*mode} & {*"wax+"} if mode else flags & (os.O_WRONLY | os.O_RDWR)
+    if writes and isinstance(path, str | os.PathLike):
+        place = f"{os.path.realpath(path)}/"
+        if place.startswith(f"{source}/") and not place.startswith(f"{folder}/"):
+            raise PermissionError(f"`lumen migrate --check` writes nothing in {source}, but the project writes {path}.")
 
 
 def _seed_generators(seed: int) -> None:
@@ -56,32 +73,6 @@ def _seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _move_path(path: str, source: str, copy: str) -> str:
-    """Return the path in the copy of the project, for a directory that an editable installation names."""
-    return copy + path[len(source) :] if f"{path}/".startswith(f"{source}/") else path
-
-
-def _on_audit_event(source: str, folder: str, event: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse writes in the project's directory, and connections to other machines."""
-    if event in ("socket.connect", "socket.getaddrinfo"):
-        host = arguments[0] if event == "socket.getaddrinfo" else arguments[1][0]
-        if not (event == "socket.connect" and isinstance(arguments[1], str | bytes)) and host not in _LOCAL:
-            raise ConnectionRefusedError(
-                f"`lumen migrate --check` has no network, but the project asks {host}. Download the data first."
-            )
-        return
-    if event == "open":
-        path, mode, flags = arguments
-        writes = any(each in mode for each in "wax+") if mode else flags & (os.O_WRONLY | os.O_RDWR)
-    else:
-        path, writes = arguments[0] if arguments else None, event in ("os.mkdir", "os.remove", "os.rename", "os.rmdir")
-    if not writes or not isinstance(path, str | os.PathLike):
-        return
-    place = os.path.realpath(path)
-    if place.startswith(f"{source}/") and not place.startswith(f"{folder}/"):
-        raise PermissionError(f"`lumen migrate --check` changes nothing in {source}, but the project writes {place}.")
 
 
 @final
@@ -127,16 +118,16 @@ def _change_trainer(library: str, settings: dict[str, Any], module: ModuleType) 
     def record_fit(self: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(fit).bind(self, *args, **kwargs).arguments
         if library != settings["library"]:
-            _end(settings, problem=f"the command trains with {library}, not with {settings['library']}")
+            _end(settings, problem=f"the command for {settings['library']} trains with {library}. {_HINT}")
         if given.get("ckpt_path") is not None:
-            _end(settings, problem="the command resumes a training, but only a new training can be compared")
+            _end(settings, problem="the command resumes a training. Give a command that starts a new training.")
         observer = StepObserver(trainer, self, given["model"], settings)
         try:
             fit(self, *args, **kwargs)
         except BaseException as error:
             if not observer.is_over:
                 traceback.print_exc()
-                _end(settings, problem=f"{type(error).__name__}: {error}")
+                _end(settings, problem=f"fit of {library} failed: {type(error).__name__}: {error}")
         observer.finish(given)
         _end(settings, record=observer.describe())
 

@@ -20,7 +20,6 @@ from lumen.tools.proof.outcome import Event, get_loss, iterate_tensors, measure_
 from lumen.tools.proof.recorder import digest_generators, iterate_state
 
 _FILE = "given.safetensors"  # initial weights and batches of the training with Lightning
-_MOST_BATCHES = 64  # training steps for each update to compare
 _VALIDATION_BATCHES = 10
 _QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -49,10 +48,11 @@ class StepObserver:
     def __init__(self, make_trainer: Callable[..., Any], trainer: Any, task: Any, settings: Mapping[str, Any]) -> None:
         self._make_trainer, self._trainer, self._task = make_trainer, trainer, task
         self._last, self._folder = settings["steps"], Path(settings["folder"])
-        self._is_first = settings["library"] == settings["first"]
+        self._is_first = settings["library"] == "Lightning"
         self._events: list[Event] = []
         self._counts = Counter[tuple[int, int, str, str]]()
-        self._facts: dict[str, Any] = {"losses": [], "batches": [], "dtypes": {}, "evaluated": [], "given": []}
+        self._facts: dict[str, Any] = {"losses": [], "sizes": [], "given": [], "dtypes": {}, "settings": {}}
+        self._facts |= {"epochs": 0, "validation": {}, "unvalidated": None}
         self._tensors = {} if self._is_first else load_file(self._folder / _FILE)
         self._step, self._micro, self._recorded, self._validated = 0, -1, -1, 0
         self._is_in_step = self.is_over = False
@@ -75,22 +75,24 @@ class StepObserver:
 
     def _run_step(self, training_step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a training step with the batch of the first training, and record the step."""
-        if self._step >= self._last or self._micro + 1 >= self._last * _MOST_BATCHES:
+        if self._step >= self._last:
             self.is_over = True
             raise _TrainingOver
         self._micro += 1
         if self._recorded != self._step:
             self._record_state()
-        batch = self._exchange_batch(batch)
+        leaves = count()
+        batch = map_leaves(batch, lambda leaf: self._exchange(f"{self._micro} {next(leaves)}", leaf, "batch"))
+        self._add_event("batch", "", batch, self._micro)
         size = next((len(each) for _, each in iterate_tensors(batch) if each.ndim), 0)
-        self._facts["batches"].append((self._step, size))
-        self._facts["evaluated"].append([name for name, each in self._task.named_modules() if not each.training])
+        self._facts["sizes"].append((self._step, size))
+        self._facts["epochs"] = self._trainer.current_epoch
         seed_generators(self._micro)
         self._is_in_step = True
         output = training_step(batch, *args, **kwargs)
         self._is_in_step = False
         self._add_event("random", "training_step", digest_generators(), self._micro)
-        if (loss := get_loss(output)) is not None:
+        if self._task.automatic_optimization and (loss := get_loss(output)) is not None:
             self._record_loss(loss)
         return output
 
@@ -112,41 +114,23 @@ class StepObserver:
         prefix = "" if self._recorded >= 0 else "initial "
         self._recorded = self._step
         for kind, name, tensor in iterate_state(self._task):
-            if prefix and self._is_first:
-                self._tensors[f"state {name}"] = _copy_to_host(tensor)
-            elif prefix and (kept := self._tensors.get(f"state {name}", tensor)).shape == tensor.shape:
-                if not torch.equal(kept.to(tensor.device), tensor):
-                    self._facts["given"].append(name)
-                    tensor.data.copy_(kept)
+            if prefix and (kept := self._exchange(f"initial {name}", tensor, name)) is not tensor:
+                tensor.data.copy_(kept)
             self._add_event(f"{prefix}{kind}", name, tensor)
-        if prefix:
-            self._record_settings()
-
-    def _record_settings(self) -> None:
         names = "precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"
         self._facts["settings"] = {name: str(getattr(self._trainer, name, None)) for name in names}
-        sampler = getattr(self._trainer.train_dataloader, "sampler", None)
-        self._facts["sampler"] = type(sampler).__name__
 
-    def _exchange_batch(self, batch: Any) -> Any:
-        """Keep the batch, or replace a batch of the same shapes by the batch that is kept for this step."""
-        leaves = count()
-
-        def exchange(leaf: Any) -> Any:
-            name = f"batch {self._micro} {next(leaves)}"
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if self._is_first:
-                self._tensors[name] = _copy_to_host(leaf)
-            kept = self._tensors.get(name, leaf)
-            if (kept.shape, kept.dtype) != (leaf.shape, leaf.dtype) or torch.equal(kept.to(leaf.device), leaf):
-                return leaf
-            self._facts["given"].append("batch")
-            return kept.to(leaf.device)
-
-        batch = map_leaves(batch, exchange)
-        self._add_event("batch", "", batch, self._micro)
-        return batch
+    def _exchange(self, name: str, tensor: Any, role: str) -> Any:
+        """Keep a tensor, or return the tensor of the same shape that is kept from the training with Lightning."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        if self._is_first:
+            self._tensors[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        kept = self._tensors.get(name, tensor).to(tensor.device)
+        if (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype) or torch.equal(kept, tensor):
+            return tensor
+        self._facts["given"].append(role)
+        return kept.clone()  # Tensors in a file may start at any byte, and kernels for such memory round differently.
 
     def _on_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._is_in_step:
@@ -172,7 +156,6 @@ class StepObserver:
 
     def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         names = {parameter: name for name, parameter in self._task.named_parameters()}
-        self._facts["optimizer"] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in names:
@@ -209,12 +192,8 @@ class StepObserver:
             rows = trainer.validate(self._task, verbose=False, **source)
             self._facts["validation"] = {name: float(value) for row in rows for name, value in row.items()}
         except Exception as error:
-            self._facts["validation"], self._facts["unvalidated"] = {}, f"{type(error).__name__}: {error}"
+            self._facts["unvalidated"] = f"{type(error).__name__}: {error}"
 
     def describe(self) -> dict[str, Any]:
         """Return the record as plain data."""
         return {"events": self._events, "facts": self._facts}
-
-
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
