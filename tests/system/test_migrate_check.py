@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.migrate import run_migrate
-from tests.system.test_migrate import PROJECTS
+from tests.system.test_migrate import PAGE, PROJECTS
 
 SCRIPT = r"""
 import json, os, sys, urllib.request
@@ -115,12 +115,12 @@ def test_check_equal_losses_are_bitwise_identical(project, settings):
     [
         (
             {"accumulate_grad_batches": 2, "size": 29},
-            "differ from step 3: accumulation: Lightning averages the means of batches, Lumen the samples (batches of "
-            "[8, 5]). The first difference is the gradient of net.0.weight, in step 2",
+            "differ from step 3: accumulation: Lightning averages batch means, Lumen samples (sizes 8, 5)\n"
+            "  first different value: the gradient of net.0.weight, in step 2\n",
         ),
         (
             {"accumulate_grad_batches": 2, "size": 24},
-            "differ from step 3: last window: Lightning divides the sum of losses by 2, Lumen by their number, 1.",
+            "differ from step 3: last window: Lightning divides the sum of 1 batch mean by 2\n",
         ),
         (
             {"precision": "16-mixed"},  # Lightning replaces fp16 by bf16 on the CPU.
@@ -196,6 +196,7 @@ def test_check_ends_a_training_after_the_time_limit(project):
 
 
 @pytest.mark.slow
+@pytest.mark.time_limit(300)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -209,6 +210,17 @@ def test_check_of_a_project_finds_equal_losses(project, name, words):
     code, out, err = check(project / name, *words)
     assert "equal: 10 of 10 losses bitwise identical" in out, err
     assert code == 0
+    if name == "winecli":
+        assert _format_example(words, out) in PAGE.read_text()
+        words = (*words, "--trainer.accumulate_grad_batches", "4")
+        code, out, _ = check(project / name, *words)
+        assert _format_example(words, out) in PAGE.read_text()
+
+
+def _format_example(words, out):
+    """Return a command and its output, as the guide shows them."""
+    command = f"$ lumen migrate . --check -- {' '.join(words)}".replace(" --trainer", " \\\n      --trainer")
+    return f"```\n{command}\n{out}```"
 
 
 @pytest.mark.parametrize(

@@ -543,6 +543,7 @@ def test_interpreters_are_started_in_known_places():
                 interpreters.add(module)
     assert started == {
         ("lumen.tools.convert.unpickle", "subprocess.run"),  # python_command
+        ("lumen.tools.migrate.check", "subprocess.Popen"),  # the user's program, as the user starts it
         ("lumen.tools.migrate.project", "subprocess.run"),  # git
         ("lumen.tools.submit.command", "subprocess.run"),  # the program of an engine; Ray's is Python with -P
         ("lumen.distributed.agent", "LocalElasticAgent"),  # the user's program, as the user started it
@@ -553,6 +554,7 @@ def test_interpreters_are_started_in_known_places():
     assert interpreters == {
         "lumen.internals.interpreters",
         "lumen.distributed.agent",
+        "lumen.tools.migrate.check",
         "lumen.tools.submit.command",
         "lumen.cli.command_words",  # prints its name
         "lumen.trainer.status_messages",  # prints its name

@@ -210,21 +210,22 @@ def _find_cause(first: dict[str, Any], second: dict[str, Any], tolerance: float)
             cause = f"schedule: {before.numbers[0]:.6g} with Lightning, {event.numbers[0]:.6g} with Lumen"
         elif event.kind == "gradient":
             cause = _explain_gradient(mine, other, event.step) or cause
-        first_place = f"{KINDS[event.kind].format(event.name)}, in step {event.step + 1}"
-        return f"{cause}. The first difference is {first_place}" if cause else first_place
+        place = f"{KINDS[event.kind].format(event.name)}, in step {event.step + 1}"
+        return f"{cause}\n  first different value: {place}" if cause else place
     return "the loss, which no recorded value explains"
 
 
 def _explain_gradient(mine: dict[str, Any], other: dict[str, Any], step: int) -> str | None:
     sizes = [size for each, size in mine["sizes"] if each == step]
-    settings, others = mine["settings"], other["settings"]
-    if len(sizes) > 1 and len({*sizes}) > 1:
-        return f"accumulation: Lightning averages the means of batches, Lumen the samples (batches of {sizes})"
+    settings, others, causes = mine["settings"], other["settings"], list[str]()
+    if len({*sizes}) > 1:
+        shown = ", ".join(map(str, sizes))
+        causes.append(f"accumulation: Lightning averages batch means, Lumen samples (sizes {shown})")
     if str(len(sizes)) != (times := settings["accumulate_grad_batches"]):
-        return f"last window: Lightning divides the sum of losses by {times}, Lumen by their number, {len(sizes)}"
-    differ = [f"{name} is {settings[name]} and {others[name]}" for name in settings
-              if name != "precision" and settings[name] != others[name]]  # fmt: skip
-    return "; ".join(differ) or None
+        causes.append(f"last window: Lightning divides the sum of {format_count(len(sizes), 'batch mean')} by {times}")
+    causes += [f"{name}: {settings[name]} with Lightning, {others[name]} with Lumen" for name in settings
+               if name != "precision" and settings[name] != others[name]]  # fmt: skip
+    return "\n  ".join(causes) or None
 
 
 def _compare_dtypes(mine: dict[str, Any], other: dict[str, Any]) -> str | None:

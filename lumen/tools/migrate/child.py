@@ -131,7 +131,8 @@ def _change_trainer(library: str, settings: dict[str, Any], module: ModuleType) 
         observer.finish(given)
         _end(settings, record=observer.describe())
 
-    trainer.__init__, trainer.fit = make_for_one_process, record_fit
+    for method in (make_for_one_process, record_fit):
+        setattr(trainer, method.__name__, method)  # `wraps` has set the names.
 
 
 def _end(settings: dict[str, Any], **answer: Any) -> NoReturn:

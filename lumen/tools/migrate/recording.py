@@ -117,7 +117,7 @@ class StepObserver:
             if prefix and (kept := self._exchange(f"initial {name}", tensor, name)) is not tensor:
                 tensor.data.copy_(kept)
             self._add_event(f"{prefix}{kind}", name, tensor)
-        names = "precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"
+        names = "precision", "accumulate_grad_batches", "gradient_clip_val"
         self._facts["settings"] = {name: str(getattr(self._trainer, name, None)) for name in names}
 
     def _exchange(self, name: str, tensor: Any, role: str) -> Any:
