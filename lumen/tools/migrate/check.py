@@ -176,11 +176,10 @@ def _find_difference(first: dict[str, Any], second: dict[str, Any]) -> str | Non
     windows = [_count_batches(facts) for facts in (mine, other)]
     for step, counts in enumerate([*zip(*windows, strict=False)][:-1]):
         if counts[0] != counts[1]:
-            cause = (
-                _compare_dtypes(mine, other)
-                or f"accumulation: {counts[0]} batches with Lightning, {counts[1]} with Lumen"
-            )
-            return f"from step {step + 1}: {cause}"
+            times = [facts["settings"]["accumulate_grad_batches"] for facts in (mine, other)]
+            name = "skipped updates" if times[0] == times[1] else "accumulation"
+            cause = f"{name}: {counts[0]} batches with Lightning, {counts[1]} with Lumen"
+            return f"from step {step + 1}: {_compare_dtypes(mine, other) or cause}"
     for (step, value), (_, now) in zip(mine["losses"], other["losses"], strict=False):
         if compute_relative_difference(value, now) > tolerance:
             return f"from step {step + 1}: {_find_cause(first, second, tolerance)}"

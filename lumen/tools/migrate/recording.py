@@ -86,7 +86,6 @@ class StepObserver:
         self._add_event("batch", "", batch, self._micro)
         size = next((len(each) for _, each in iterate_tensors(batch) if each.ndim), 0)
         self._facts["sizes"].append((self._step, size))
-        self._facts["epochs"] = self._trainer.current_epoch
         seed_generators(self._micro)
         self._is_in_step = True
         output = training_step(batch, *args, **kwargs)
@@ -177,6 +176,7 @@ class StepObserver:
         """
         self.is_over = True
         if self._is_first:
+            self._facts["epochs"] = self._trainer.current_epoch
             save_file(self._tensors, self._folder / _FILE)
         data, loaders = given.get("datamodule"), given.get("val_dataloaders")
         if data is None and hasattr(given.get("train_dataloaders"), "train_dataloader"):
