@@ -9,8 +9,9 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.migrate import run_migrate
-from tests.system.test_migrate import PAGE, PROJECTS
 
+PROJECTS = ROOT / "tests/projects"
+PAGE = ROOT / "docs/migration/move-a-project.md"
 SCRIPT = r"""
 import json, os, sys, urllib.request
 import lightning as L

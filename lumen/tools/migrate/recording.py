@@ -37,7 +37,7 @@ class StepObserver:
 
     Args:
         make_trainer: The class `Trainer` of the library.
-        trainer: The trainer.
+        trainer: The trainer of the training to record, before `fit`.
         task: The task or LightningModule.
         settings: The settings of `child.install`.
 
