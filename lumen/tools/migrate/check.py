@@ -77,7 +77,7 @@ def check_project(arguments: Namespace, commands: Sequence[list[str]], edit: Cal
 
 
 def _copy_project(source: Path, to: Path) -> Path:
-    """Copy a project without its environments, repository and runs. Large files become links."""
+    """Copy a project without its environments, repository and runs. Large files and linked directories become links."""
     left = _MOST_BYTES
 
     def copy(file: str, target: str) -> None:
@@ -89,10 +89,15 @@ def _copy_project(source: Path, to: Path) -> Path:
         os.symlink(os.path.realpath(file), target) if size > _LINKED_BYTES else shutil.copy2(file, target)
 
     def list_ignored(folder: str, names: list[str]) -> list[str]:
-        return [each for each in names if each in _IGNORED or not (path := Path(folder, each)).exists()
-                or (path / "pyvenv.cfg").exists()]  # fmt: skip
+        target, paths = to / Path(folder).relative_to(source), [Path(folder, name) for name in names]
+        target.mkdir(parents=True, exist_ok=True)
+        links = [each for each in paths if each.is_symlink() and each.is_dir()]
+        for each in links:
+            (target / each.name).symlink_to(each.resolve())
+        return [each.name for each in paths if each in links or each.name in _IGNORED or not each.exists()
+                or (each / "pyvenv.cfg").exists()]  # fmt: skip
 
-    shutil.copytree(source, to, copy_function=copy, ignore=list_ignored)
+    shutil.copytree(source, to, copy_function=copy, ignore=list_ignored, dirs_exist_ok=True)
     return to
 
 
