@@ -1,6 +1,6 @@
 """Callbacks: code that runs at fixed places of any task's run, such as saving checkpoints and showing progress."""
 
-from lumen.callbacks.base import Callback as Callback
+from lumen.callbacks.base import Callback as Callback, attach_callbacks as attach_callbacks
 from lumen.callbacks.defaults import (
     as_callback_list as as_callback_list,
     check_loggers as check_loggers,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, final
 
 from lumen.errors.arguments import LightningAttributeErrors
 from lumen.errors.renamed import RenamedMembers
@@ -15,15 +16,37 @@ if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
 
 
+_TASKS: dict[int, TaskModule] = {}  # task of the run in progress by id of its callback, which may have no hash
+
+
+@contextmanager
+def attach_callbacks(callbacks: Iterable[Callback], task: TaskModule) -> Iterator[None]:
+    """Let `log` and `log_dict` of callbacks log for a task within the context. A copy of a callback has no task."""
+    before = dict(_TASKS)
+    _TASKS.update({id(each): task for each in callbacks})
+    try:
+        yield
+    finally:
+        _TASKS.clear()
+        _TASKS.update(before)
+
+
 @final
-class _TaskOnlyHook:
-    """Placeholder for a method of the task. Reading it from a callback raises an AttributeError that names the task."""
+class _TaskMethod:
+    """Method of the task of the run in progress, for callbacks."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, callback: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__} has no attribute {self._name}. Write task.{self._name}(...).")
+    def __get__(self, callback: Callback | None, owner: type) -> Any:
+        if callback is None:
+            return self
+        if id(callback) not in _TASKS:
+            raise AttributeError(
+                f"{owner.__name__}.{self._name} was called outside of a run. Call it in a hook that the trainer calls, "
+                f"or call task.{self._name}."
+            )
+        return getattr(_TASKS[id(callback)], self._name)
 
 
 #: New names of members, by the names of earlier versions.
@@ -155,7 +178,8 @@ class Callback(RenamedMembers, LightningAttributeErrors, renamed=_RENAMED):
     #: True if this callback calls `trainer.step_loss()`. Lumen then keeps the parts of each step's loss.
     needs_step_loss: bool = False
 
-    log, log_dict = _TaskOnlyHook(), _TaskOnlyHook()
+    #: `self.log` and `self.log_dict` in a hook are the methods of the task.
+    log, log_dict = _TaskMethod(), _TaskMethod()
 
     @property
     def state_key(self) -> str:

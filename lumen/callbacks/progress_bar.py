@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.callback_trainer import CallbackTrainer
@@ -30,6 +30,9 @@ from lumen.errors.arguments import check_arguments, check_at_least
 from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.metrics.step_values import HostCopy, is_for_progress_bar
 from lumen.task.task_module import TaskModule
+
+if TYPE_CHECKING:
+    import torch
 
 _SPEED_WINDOW_S = 10.0
 _NAMES = {"sanity": "sanity check", "validate": "validation"}  # Displayed names of stages; others have their own name.
@@ -230,7 +233,7 @@ class ProgressBar(Callback):
     def _start_reading(self, trainer: CallbackTrainer) -> None:
         """Record the progress of the run and begin to copy its values to the host."""
         self._epoch_names |= dict.fromkeys(trainer.run.log.train.list_epoch_names(is_for_progress_bar))
-        self._pending_reading = self._make_progress_line(trainer), HostCopy(trainer.progress_bar_metrics)
+        self._pending_reading = self._make_progress_line(trainer), HostCopy(_get_step_values(trainer))
 
     def _finish_reading(self, *, wait: bool = False) -> bool:
         """Put the recorded progress on the board if its values have arrived."""
@@ -431,3 +434,10 @@ class _EvaluationProgress:
 
 def _format_done_of_total(done: int, total: int | None) -> str:
     return str(done) if total is None else f"{done}/{total}"
+
+
+def _get_step_values(trainer: CallbackTrainer) -> dict[str, float | torch.Tensor]:
+    """Return the values that the newest training step logged with `prog_bar=True`, else its loss."""
+    values: dict[str, float | torch.Tensor] = trainer.run.log.train.compute_step_values(is_for_progress_bar)
+    loss = trainer.run.step.loss
+    return values if values or loss is None else {"loss": loss}

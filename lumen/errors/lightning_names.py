@@ -92,8 +92,6 @@ NEUTRAL_IN_CHECKPOINTS: Mapping[str, tuple[Any, ...]] = {
 #: Replacements for arguments of `self.log` and `self.log_dict`.
 INSTEAD_IN_LOG = {
     "enable_graph": "Leave it out: logged values have no graph.",
-    "metric_attribute": "Leave it out: Lumen finds a metric that is an attribute of the task.",
-    "rank_zero_only": "Leave it out: any rank may log, also a single rank.",
     "sync_dist_group": "Leave it out: values always cover all processes.",
 }
 

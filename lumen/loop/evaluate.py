@@ -146,6 +146,8 @@ def finish_pass(run: Run, stage: str, name: str, saved: SavedTrainingState) -> N
     run.log.end_loaders()
     seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
     saved.states.restore_untouched(run.log.gather if run.log.has_metrics else None)
+    if run.log.has_evaluation_ends and stage != "predict":
+        publish_values(run, saved.metrics, run.log.gather)  # The hooks may read these values.
     with saved.modes.keep_choices():
         run.log.call_hooks(f"on_{name}_epoch_end")
     values = publish_values(run, saved.metrics, run.log.gather)

@@ -7,7 +7,7 @@ rank reads the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 from lumen.errors import ConfigError
-from lumen.metrics.log_call import HookValue, LogCall, LogOptions, as_metric, as_number, check_name, resolve_options
+from lumen.metrics.log_call import (
+    HookValue,
+    LogCall,
+    LogOptions,
+    as_metric,
+    as_number,
+    check_name,
+    make_conflict_error,
+    resolve_options,
+)
 from lumen.metrics.step_values import (
     Accumulator,
     Latest,
@@ -41,7 +50,7 @@ RestorePoint = tuple[dict[str, "_LoggedEntry"], dict[str, str], dict[tuple[int, 
 class _LoggedEntry:
     """All values logged under one name."""
 
-    __slots__ = ("call", "epoch", "is_tensor", "latest", "loaders", "metric", "options", "window")
+    __slots__ = ("call", "computed", "epoch", "is_tensor", "latest", "loaders", "metric", "options", "window")
 
     def __init__(self, options: LogOptions, metric: Metric | None, *, is_tensor: bool = False) -> None:
         self.options = options
@@ -49,6 +58,7 @@ class _LoggedEntry:
         self.call: LogCall | None = None  # arguments of the newest call, which most calls repeat
         self.loaders: tuple[str, ...] = ()  # suffixes of the evaluation loaders it was logged for; "" for none
         self.metric = metric
+        self.computed: tuple[int, Any] | None = None  # update count and value of the metric when last computed
         self.epoch = Accumulator(options.reduce_fx)
         self.latest: list[tuple[float | torch.Tensor, float]] = []
         self.window = -1
@@ -81,6 +91,9 @@ class _RankReport(NamedTuple):
 class StageMetrics:
     """All values logged during one epoch of training or one evaluation.
 
+    Args:
+        before: The values of single steps of the epochs before, by name.
+
     Attributes:
         window: Number of the optimizer step (or evaluation batch) in progress. Values logged in the same window are
             averaged into one step value.
@@ -89,7 +102,8 @@ class StageMetrics:
             `gather`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Latest | None = None) -> None:
+        self._before = before or {}
         self.window = 0
         self.closed = False
         self.hook_values: dict[str, HookValue] = {}
@@ -101,7 +115,6 @@ class StageMetrics:
         self._call: LogCall | None = None  # arguments of the call parsed last
         self._options: LogOptions
         self._has_steps = False  # True if values of single steps are logged
-        self._computed: tuple[Any, list[Any]] | None = None  # update counts of all ranks, and the metrics' values
 
     @classmethod
     def from_options(cls, options: Mapping[str, Mapping[str, Any]]) -> StageMetrics:
@@ -152,19 +165,16 @@ class StageMetrics:
             self._call = call
         options = self._options
         if entry is None:
+            check_name(name, options.suffix if call[6] else None)
             entry = self._make_entry(name, value, options)
         elif entry.options != options:
-            raise ConfigError(
-                f"self.log({name!r}) was called with {options} after {entry.options}. "
-                "Log one name always with the same options, or use two names."
-            )
+            raise make_conflict_error(name, options, entry.options)
         entry.call = call
         if (loader := call[-1]) not in entry.loaders:
             entry.loaders += (loader,)
         return entry
 
     def _make_entry(self, name: str, value: Any, options: LogOptions) -> _LoggedEntry:
-        check_name(name)
         metric = as_metric(name, value)
         other = self._updated_metrics.get((id(metric), name.removesuffix(options.suffix)))
         if other is not None:
@@ -190,32 +200,38 @@ class StageMetrics:
         return entry
 
     def compute_step_values(
-        self, keep: Callable[[LogOptions], bool] = lambda _: True, gather: Gather | None = None
+        self,
+        keep: Callable[[LogOptions], bool] = lambda _: True,
+        gather: Gather | None = None,
+        *,
+        has_earlier: bool = False,
     ) -> dict[str, float | torch.Tensor]:
         """Return the weighted mean of each name over the window in progress, as `x_step` if `x_epoch` exists too.
 
         Args:
             keep: Function of a name's log options that returns True if the result should have the name.
+            has_earlier: True to return values of an earlier window for names without a value in this window.
             gather: Function that returns every rank's plain data, in rank order, for a mean over all ranks.
                 Collective. None for a mean over this process.
 
         Raises:
             ConfigError: Two ranks log a name with different options.
         """
-        if not self._has_steps and gather is None:
+        if not (self._has_steps or has_earlier) and gather is None:
             return {}
-        latest = self.get_latest()
+        latest = self.get_latest(has_earlier=has_earlier)
         if gather is not None:
             latest = merge_ranks(gather(read_floats(latest)))
         return compute_means(latest, keep)
 
-    def get_latest(self) -> Latest:
-        """Return the values of single steps that this process has logged in the window in progress."""
-        return {
+    def get_latest(self, *, has_earlier: bool = False) -> Latest:
+        """Return the values of single steps that this process has logged, by default in the window in progress."""
+        latest = {
             name: (entry.options, entry.latest)
             for name, entry in self._entries.items()
-            if entry.window == self.window and entry.options.on_step
+            if entry.latest and (entry.window == self.window or has_earlier)
         }
+        return self._before | latest if has_earlier else latest
 
     @property
     def has_values(self) -> bool:
@@ -277,11 +293,31 @@ class StageMetrics:
 
     def _compute_locally(self) -> dict[str, Any]:
         """Compute the values of the epoch from this process alone."""
+        metrics = self._compute_metrics(
+            lambda metric: metric._update_count, lambda stale: [metric.compute() for metric in stale]
+        )
         return {
-            name: entry.epoch.compute() if entry.metric is None else entry.metric.compute()
+            name: metrics[name] if entry.metric else entry.epoch.compute()
             for name, entry in self._entries.items()
             if entry.options.on_epoch
         }
+
+    def _compute_metrics(
+        self, count_updates: Callable[[Metric], int], compute: Callable[[list[Metric]], list[Any]]
+    ) -> dict[str, Any]:
+        """Return the values of the metric objects by name, which `compute` computes for new or updated metrics.
+
+        A metric that a hook has reset since the last call keeps its value, as in Lightning.
+        """
+        entries = {name: each for name, each in self._entries.items() if each.metric and each.options.on_epoch}
+        counts = {name: count_updates(each.metric) for name, each in entries.items() if each.metric}
+        stale = [
+            name for name, each in entries.items() if each.computed is None or counts[name] not in (0, each.computed[0])
+        ]
+        values = compute([each for name in stale if (each := entries[name].metric)]) if stale else []
+        for name, value in zip(stale, values, strict=True):
+            entries[name].computed = counts[name], value
+        return {name: each.computed[1] for name, each in entries.items() if each.computed}
 
     def _compute_over_ranks(self, model: nn.Module, gather: Gather) -> dict[str, Any]:
         """Compute the values of the epoch over all ranks, and register all names on this rank."""
@@ -306,13 +342,14 @@ class StageMetrics:
             for name, entry in self._entries.items()
             if entry.options.hook
         }
-        objects = [entry.metric for entry in self._entries.values() if entry.options.on_epoch and entry.metric]
-        seen = [counts for _, counts in answers], len(objects)
-        if self._computed is None or self._computed[0] != seen:
-            self._computed = seen, compute_over_ranks(objects, gather) if objects else []
-        values = iter(self._computed[1])
+        totals = {
+            id(module): sum(each) for module, *each in zip(modules.values(), *(of for _, of in answers), strict=True)
+        }
+        metrics = self._compute_metrics(
+            lambda metric: totals[id(metric)], lambda stale: compute_over_ranks(stale, gather)
+        )
         return {
-            name: next(values)
+            name: metrics[name]
             if entry.metric
             else Accumulator.from_ranks(entry.options.reduce_fx, [report.sums for report in reports[name]]).compute()
             for name, entry in self._entries.items()
@@ -356,14 +393,19 @@ class StageMetrics:
                     "checkpoints cannot contain the metric. Make the metric an attribute of the task (several in an "
                     "nn.ModuleList)."
                 )
-        newest = read_floats(self.get_latest())
+        newest = read_floats(self.get_latest(has_earlier=True))
+        before = {name: each for name, each in newest.items() if name not in self._entries}
         return {
+            name: {"options": dict(options._asdict()), "metric": None, "latest": latest, "is_before": True}
+            for name, (options, latest) in before.items()
+        } | {
             name: {
                 "options": dict(entry.options._asdict()),
                 "metric": None if entry.metric is None else name_of(entry.metric),
                 "epoch": entry.epoch.state_dict(),
                 "latest": newest.get(name, (None, []))[1],
             }
+            | ({"is_earlier": True} if entry.latest and entry.window != self.window else {})
             for name, entry in self._entries.items()
         }
 
@@ -372,14 +414,21 @@ class StageMetrics:
     ) -> None:
         """Restore a state that `state_dict` returned."""
         for name, saved in state.items():
+            if "is_before" in saved:
+                self._before[name] = LogOptions(**saved["options"]), _read_latest(saved["latest"])
+                continue
             metric = None if saved["metric"] is None else metric_named(saved["metric"])
             entry = self._register_entry(name, _LoggedEntry(LogOptions(**saved["options"]), metric))
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
             if latest := saved.get("latest"):
-                entry.latest = [(read_number(each), read_number(weight)) for each, weight in latest]
-                entry.window, self._has_steps = self.window, True
+                entry.latest = _read_latest(latest)
+                entry.window, self._has_steps = -1 if "is_earlier" in saved else self.window, True
 
 
 def _make_report(entry: _LoggedEntry, places: Mapping[int, str]) -> _RankReport:
     kind = None if entry.metric is None else type(entry.metric).__name__
     return _RankReport(entry.options, kind, places.get(id(entry.metric)), entry.epoch.get_sums(), entry.loaders)
+
+
+def _read_latest(saved: Sequence[Sequence[Any]]) -> list[tuple[float | torch.Tensor, float]]:
+    return [(read_number(value), read_number(weight)) for value, weight in saved]

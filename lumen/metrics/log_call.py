@@ -136,9 +136,16 @@ def resolve_options(name: str, call: LogCall) -> LogOptions:
             f"self.log({name!r}, reduce_fx={reduce_fx!r}): expected one of {', '.join(get_args(Reduction))}, or "
             "torch.mean, torch.sum, torch.min or torch.max. Log a torchmetrics.Metric for any other reduction."
         )
+    on_step = in_step if on_step is None else on_step
+    on_epoch = not in_step if on_epoch is None else on_epoch
+    if not (on_step or on_epoch):
+        raise ConfigError(
+            f"self.log({name!r}, on_step=False, on_epoch=False) records nothing. Set one of the two options to True, "
+            "or remove the call."
+        )
     return LogOptions(
-        on_step=in_step if on_step is None else on_step,
-        on_epoch=not in_step if on_epoch is None else on_epoch,
+        on_step=on_step,
+        on_epoch=on_epoch,
         prog_bar=prog_bar,
         logger=logger,
         reduce_fx=cast("Reduction", reduction),
@@ -147,8 +154,28 @@ def resolve_options(name: str, call: LogCall) -> LogOptions:
     )
 
 
-def check_name(name: Any) -> None:
+def make_conflict_error(name: str, options: LogOptions, earlier: LogOptions) -> ConfigError:
+    """Return the error for a name that is logged with other options than before; it shows the options that differ."""
+
+    def describe(one: LogOptions, other: LogOptions) -> str:
+        differing = {key for key, value in one._asdict().items() if value != getattr(other, key)}
+        words = [f"with {key}={getattr(one, key)!r}" for key in LogOptions._fields[:5] if key in differing]
+        words += [f"with add_dataloader_idx={bool(one.suffix)}"] * ("suffix" in differing)
+        words += [f"in {one.hook or 'a step, or with weight or reduce_fx'}"] * ("hook" in differing)
+        return " and ".join(words)
+
+    return ConfigError(
+        f"self.log({name!r}) was called {describe(options, earlier)} after a call {describe(earlier, options)}. Log "
+        "one name always with the same options, or use two names."
+    )
+
+
+def check_name(name: Any, suffix: str | None = None) -> None:
     """Refuse a name that is no string, is empty, is "step" or "epoch", or cannot be the name of a column.
+
+    Args:
+        name: The name of the value.
+        suffix: The suffix of the loader that Lumen has appended to the name; None with `add_dataloader_idx=False`.
 
     Raises:
         ConfigError: The name is not allowed.
@@ -160,15 +187,26 @@ def check_name(name: Any) -> None:
         )
     if name in ("step", "epoch"):
         raise ConfigError(f"self.log({name!r}): every logged row already has a column {name}. Use a different name.")
+    if suffix is not None and "/dataloader_idx_" in name.removesuffix(suffix):
+        raise ConfigError(
+            f"self.log({name.removesuffix(suffix)!r}): Lumen appends /dataloader_idx_N to the name if a stage has "
+            "several loaders. Write the name without it, or add add_dataloader_idx=False."
+        )
     check_column(name, f"self.log({name!r})")
 
 
-def make_unknown_option_error(names: Iterable[str], known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown keyword argument of `self.log`, with the argument to use instead."""
-    name = next(iter(names))
-    close = difflib.get_close_matches(name, known)
-    hint = INSTEAD_IN_LOG.get(name) or (f"Did you mean {' or '.join(close)}?" if close else "See help(self.log).")
-    return ConfigError(f"self.log has no argument {name}. {hint}")
+def check_unknown_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse an unknown keyword argument of `self.log`, unless it is Lightning's and requests nothing.
+
+    Raises:
+        ConfigError: The argument is unknown; the message has the argument to use instead.
+    """
+    for name, value in options.items():
+        if name in INSTEAD_IN_LOG and (value is None or value is False):
+            continue
+        close = difflib.get_close_matches(name, known)
+        hint = INSTEAD_IN_LOG.get(name) or (f"Did you mean {' or '.join(close)}?" if close else "See help(self.log).")
+        raise ConfigError(f"self.log has no argument {name}. {hint}")
 
 
 def iterate_items(values: Any) -> Iterable[tuple[Any, Any]]:

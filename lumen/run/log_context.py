@@ -35,6 +35,7 @@ class LogContext:
         hook: Name of the hook outside of steps that runs now; "" in steps.
         doubts: Detector of numbers that each process logs from its own samples only.
         has_epoch_ends: True if a rank has a hook at the end of training epochs.
+        has_evaluation_ends: True if a rank has a hook at the end of the pass over the data of an evaluation.
         has_metrics: True if a rank has torchmetrics objects.
     """
 
@@ -47,6 +48,7 @@ class LogContext:
         self.loader_suffix = self.hook = ""
         self.in_train_step = self.in_evaluation_pass = False
         self.has_epoch_ends = bool(hooks.on_train_epoch_end)
+        self.has_evaluation_ends = bool(hooks.on_validation_epoch_end or hooks.on_test_epoch_end)
         self.has_metrics = bool(find_metrics(task))
 
     @property
@@ -56,7 +58,7 @@ class LogContext:
 
     def begin_epoch(self) -> None:
         """Collect the values of a new training epoch."""
-        self.train = self.stage = StageMetrics()
+        self.train = self.stage = StageMetrics(self.train.get_latest(has_earlier=True))
 
     def resume_epoch(self) -> None:
         """Collect values in the training epoch in progress."""

@@ -104,9 +104,13 @@ class Run:
     def sync_logging_flags(self) -> None:
         """Reduce flags of logging and stop requests over all ranks. Collective: every rank must call this."""
         votes_each_step = self.hooks.may_stop_at_steps and self.processes.world_size > 1
-        flags = self.records.is_logged, self.log.has_epoch_ends, self.log.has_metrics, votes_each_step
+        log = self.log
+        flags = (
+            self.records.is_logged, log.has_epoch_ends, log.has_evaluation_ends, log.has_metrics, votes_each_step,
+        )  # fmt: skip
         of_any = (ranks > 0 for ranks in self.processes.all_reduce_sum([*map(float, flags)]))
-        self.records.is_logged, self.log.has_epoch_ends, self.log.has_metrics, self.ending.votes_each_step = of_any
+        self.records.is_logged, log.has_epoch_ends, log.has_evaluation_ends, log.has_metrics, votes_each_step = of_any
+        self.ending.votes_each_step = votes_each_step
 
     @contextmanager
     def in_stage(self, stage: str, metrics: StageMetrics) -> Iterator[None]:

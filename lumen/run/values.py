@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, final
 
+import torch
+
 from lumen.errors import ConfigError
 from lumen.metrics.collector import StageMetrics
+from lumen.metrics.step_values import is_for_loggers, is_for_progress_bar
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.run.loaders import Loaders
 from lumen.run.scheduler_config import SchedulerConfig
@@ -94,6 +97,22 @@ class LoggedValues:
             each.map_published_names().items() for each in (*self._stage_metrics.values(), train)
         )
         return {name: (names[0], names[1]) for name, names in found if len(names) > 1}
+
+    def get_evaluation_steps(self, running: StageMetrics | None) -> dict[str, float | torch.Tensor]:
+        """Return the values for loggers of the newest batch of each evaluation, by published name.
+
+        Args:
+            running: Collector of the evaluation in progress, or None.
+        """
+        found: dict[str, float | torch.Tensor] = {}
+        for each in (*(of for stage, of in self._stage_metrics.items() if stage != "fit"), running or StageMetrics()):
+            found.update(each.compute_step_values(is_for_loggers, has_earlier=True))
+        return found
+
+    def get_progress_bar_values(self) -> dict[str, float]:
+        """Return the newest values of epochs and evaluations that were logged with `prog_bar=True`."""
+        names = chain.from_iterable(each.list_epoch_names(is_for_progress_bar) for each in self._stage_metrics.values())
+        return {name: self.newest[name] for name in names if name in self.newest}
 
     def get_unlogged_names(self, train: StageMetrics) -> set[str]:
         """Return the names whose values no logger gets.

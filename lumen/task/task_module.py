@@ -18,7 +18,7 @@ from lumen import console
 from lumen.data.nested import as_device, as_tensors, iterate_tensors, map_leaves
 from lumen.errors import ConfigError, TrainingError
 from lumen.internals.tensors import get_reset_method
-from lumen.metrics.log_call import Reduction, as_weight, check_name, iterate_items, make_unknown_option_error
+from lumen.metrics.log_call import Reduction, as_weight, check_name, check_unknown_options, iterate_items
 from lumen.task.data_module import Attached, DataHooks
 from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.model_hooks import ModelHooks
@@ -159,12 +159,14 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
+        reduce_fx: Reduction | Callable[..., Any] | None = None,
         *,
         weight: float | None = None,
-        reduce_fx: Reduction | Callable[..., Any] | None = None,
         add_dataloader_idx: bool = True,
         batch_size: float | None = None,
+        rank_zero_only: bool = False,
         sync_dist: bool = True,
+        metric_attribute: str | None = None,
         **unknown: Any,
     ) -> None:
         """Log a value. Never waits for a device, never communicates: any ranks may call this, any number of times.
@@ -196,8 +198,11 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             add_dataloader_idx: Append `/dataloader_idx_N` if a stage has several loaders; `/NAME` for loaders
                 in a dictionary. False: keep the name; if several loaders log it, the value covers all their samples.
             batch_size: Lightning's name of `weight`; pass only one of the two.
+            rank_zero_only: Ignore the call on all ranks but 0.
             sync_dist: Accepted for compatibility with Lightning; values always cover all processes.
-            unknown: Other arguments of Lightning's method; each raises an error that names the replacement.
+            metric_attribute: Accepted for compatibility with Lightning; Lumen finds the metric in the task.
+            unknown: Other arguments of Lightning's method; each raises an error that names the replacement, except for
+                the values None and False.
 
         Raises:
             ConfigError: No step or epoch is in progress, or an argument is invalid; the message says how to fix it.
@@ -212,7 +217,14 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
                 "or in an epoch or batch hook, or use self.logger."
             )
         if unknown:
-            raise make_unknown_option_error(unknown, inspect.signature(TaskModule.log).parameters)
+            check_unknown_options(unknown, inspect.signature(TaskModule.log).parameters)
+        if rank_zero_only and not run.processes.is_global_zero:
+            return
+        if on_step and run.log.batch_index is None:
+            raise ConfigError(
+                f"self.log({name!r}, on_step=True) was called outside of a batch, where no step is in progress. Leave "
+                "on_step out: the value belongs to the epoch."
+            )
         loader, is_number = run.log.loader_suffix, isinstance(value, (torch.Tensor, Real))
         try:
             full_name = name + (loader if add_dataloader_idx else "")
@@ -237,6 +249,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
+        reduce_fx: Reduction | Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
         """Call `log` for each entry of a mapping (also a `MetricCollection`), with the same options.
@@ -245,7 +258,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             ConfigError: The argument is not a mapping; or an error of `log`.
         """
         for name, value in iterate_items(dictionary):
-            self.log(name, value, prog_bar, logger, on_step, on_epoch, **options)
+            self.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, **options)
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
         """Print once, in the first process, above the progress bar."""

@@ -376,33 +376,42 @@ class RunView:
         cover this rank's micro-batches. A name logged as `x_step` and `x_epoch` also appears as `x`: the newer of the
         two values.
         """
-        run, steps = self.run, dict[str, Any](self.run.log.train.compute_step_values())
+        run, steps = self.run, dict[str, Any](self.run.log.train.compute_step_values(has_earlier=True))
         values = run.values.newest | steps if run.log.in_train_step else steps | run.values.newest
+        begun = run.log.train.map_published_names() if run.progress.in_epoch else {}
         for name, (of_step, of_epoch) in run.values.get_forked_names(run.log.train).items():
-            ended = of_epoch in run.values.updated or not (run.progress.in_epoch and of_step in steps)
+            ended = of_epoch in run.values.updated or name not in begun
             if newest := [each for each in (of_epoch, of_step) if each in values]:
                 values[name] = values[newest[0] if ended else newest[-1]]
         return {name: float(value) for name, value in values.items()}
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """Entries of `callback_metrics` that loggers receive, under the names that loggers receive."""
-        if self._run is None:
+        """Values that loggers receive, under the names that loggers receive. Waits for the device.
+
+        Besides entries of `callback_metrics` these are the values of single evaluation batches, logged with `on_step`.
+        """
+        if (run := self._run) is None:
             return {}
-        train = self._run.log.train
-        left_out = self._run.values.get_unlogged_names(train) | self._run.values.get_forked_names(train).keys()
-        return {name: value for name, value in self.callback_metrics.items() if name not in left_out}
+        train, values = run.log.train, self.callback_metrics
+        left_out = run.values.get_unlogged_names(train) | run.values.get_forked_names(train).keys()
+        steps = run.values.get_evaluation_steps(run.log.stage if run.log.stage is not train else None)
+        found = {name: torch.tensor(float(value)) for name, value in steps.items()}
+        return found | {name: value for name, value in values.items() if name not in left_out}
 
     @property
     def progress_bar_metrics(self) -> dict[str, float | torch.Tensor]:
-        """Values that the newest training step logged with `prog_bar=True`, else its loss. Does not wait for a device.
+        """Newest values that were logged with `prog_bar=True`. Does not wait for a device.
 
-        Tensors have no dimensions, and stay on the device of the step. Values cover this rank only.
+        Values of steps are tensors without dimensions on the device of the step, and cover this rank only. Values of
+        epochs and evaluations are floats.
         """
-        values: dict[str, float | torch.Tensor] = self.run.log.train.compute_step_values(is_for_progress_bar)
-        if not values and self.run.step.loss is not None:
-            values = {"loss": self.run.step.loss}
-        return values
+        if self._run is None:
+            return {}
+        steps: dict[str, float | torch.Tensor] = self._run.log.train.compute_step_values(
+            is_for_progress_bar, has_earlier=True
+        )
+        return steps | self._run.values.get_progress_bar_values()
 
     def step_loss(self) -> torch.Tensor:
         """Return the mean loss of the step over all processes, a scalar tensor, in `on_before_optimizer_step`.

@@ -424,6 +424,7 @@ def attach_task(session: Session) -> Iterator[None]:
     """Attach task and data module to the run; afterwards call `teardown` and close the parts of the run."""
     run, task, datamodule = session.run, session.task, session.datamodule
     with ExitStack() as closing:  # ExitStack calls the last callback first, and all callbacks after errors too.
+        closing.enter_context(callbacks.attach_callbacks(session.trainer.callbacks, task))
         closing.callback(run.strategy.teardown)
         closing.callback(run.close)
         closing.callback(run.saves.close)
