@@ -101,20 +101,11 @@ INSTEAD_IN_SAVE = {
     "weights_only": "A checkpoint always has the full state. The weights are in model/, which init_from reads.",
 }
 
-_RUN_DIRECTORY = "Set the run directory by {}: every logger of the run writes there."
-
-#: Replacements for arguments of loggers that write files; "*": positional arguments.
-INSTEAD_IN_LOGGERS = {
-    "*": _RUN_DIRECTORY.format("Trainer(default_root_dir=..., name=...)"),
-    "name": _RUN_DIRECTORY.format("Trainer(name=...)"),
-    "prefix": "Leave it out: Lumen does not change logged names.",
-    "save_dir": _RUN_DIRECTORY.format("Trainer(default_root_dir=...)"),
-    "version": "Leave it out: a second run of the same name writes to the directory NAME-2.",
-}
+#: Replacements for arguments of loggers that write files.
+INSTEAD_IN_LOGGERS = {"prefix": "Leave it out: Lumen does not change logged names."}
 NEUTRAL_IN_LOGGERS: Mapping[str, tuple[Any, ...]] = {
     "add_file_policy": ("mutable",), "anonymous": (None, False), "checkpoint_name": (None,), "log_model": (False,),
-    "default_hp_metric": (True, False), "flush_logs_every_n_steps": (100,), "log_graph": (False,), "prefix": ("",),
-    "sub_dir": (None,), "version": (None,),
+    "default_hp_metric": (True, False), "prefix": ("", None), "sub_dir": (None,),
 }  # fmt: skip
 
 #: Replacements for arguments of `CLI`.

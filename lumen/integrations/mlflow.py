@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, expand_path
 from lumen.integrations.service import UPLOADING, Service
 from lumen.internals.optional_packages import import_optional
@@ -167,6 +168,25 @@ class MLFlowLogger(Service):
     def name(self) -> str | None:
         """Id of the experiment; None before `fit`, and in all processes but the first."""
         return self._experiment_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """Id of the experiment, as `name`."""
+        return self._experiment_id
+
+    @property
+    def run_id(self) -> str:
+        """Id of the MLflow run, as `version`.
+
+        Raises:
+            ConfigError: The run does not exist yet; or this is not the first process.
+        """
+        if self._id is None and self._run_id is None:
+            raise ConfigError(
+                "MLFlowLogger.run_id: the MLflow run begins with fit, in the first process. Read it in on_fit_start or "
+                "later, where self.trainer.is_global_zero. Before fit, call log_hyperparams."
+            )
+        return str(self._id or self._run_id)
 
     def disconnect(self, status: str) -> None:
         """Set the final status of the MLflow run."""

@@ -14,7 +14,7 @@ from lumen.errors import ConfigError
 from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
 from lumen.internals.atomic_files import replace_file
 from lumen.internals.masking import mask_secrets
-from lumen.loggers.base import Logger, NullWriter, explain_wrong_calls
+from lumen.loggers.base import DeferredWriter, Logger, NullWriter, as_hyperparameters, explain_wrong_calls
 from lumen.loggers.csv import read_rows
 
 UPLOADING = (
@@ -60,6 +60,7 @@ class Service(Logger):
         self._missed_saves = 0
         self.is_open = self._has_missing_values = self._is_marked = self._has_failed = self._has_warned = False
         self._before_fit: dict[str, Any] = {}
+        self._deferred = DeferredWriter(type(self).__name__)
 
     @abstractmethod
     def connect(self, directory: Path, kept: str | None) -> str:
@@ -135,16 +136,19 @@ class Service(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Object of the library. Outside of `fit`, and in all processes but the first, calls on it do nothing."""
+        """Object of the library, in `fit` and in the first process.
+
+        Calls before `fit` are made once `fit` begins, and return nothing. Other calls do nothing.
+        """
         if self.is_open:
             return self._writer
         if self.run_directory is None and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s.experiment was used before fit: its calls do nothing. For hyperparameters call log_hyperparams, "
-                "which also works before fit.", type(self).__name__,
-            )  # fmt: skip
-        return NullWriter()
+                "%s.experiment was used outside of fit: its calls return nothing, and wait until fit begins.",
+                type(self).__name__,
+            )
+        return self._deferred if self.run_directory is None else NullWriter()
 
     @explain_wrong_calls
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -158,7 +162,7 @@ class Service(Logger):
     @explain_wrong_calls
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send hyperparameters; values given before `fit` are sent once `fit` begins."""
-        hyperparams = mask_secrets(params if isinstance(params, Mapping) else vars(params))
+        hyperparams = mask_secrets(as_hyperparameters(params))
         if self.is_open:
             self.attempt(self.send_hyperparams, hyperparams)
         else:
@@ -229,6 +233,7 @@ class Service(Logger):
         self.is_open = True
         if self._before_fit:
             self.attempt(self.send_hyperparams, self._before_fit)
+        self.attempt(self._deferred.replay, self._writer)
 
     def _save_pending(self) -> None:
         if self._directory is None or not (self.is_open or self.attempt(self._connect_once)):

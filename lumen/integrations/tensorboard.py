@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 import numpy as np
+import torch
+from torch import nn
 
+from lumen.data.nested import move_batch
+from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.internals.masking import mask_secrets
 from lumen.internals.optional_packages import import_optional
-from lumen.loggers.base import Array, Logger, NullWriter, as_array, as_image_array, explain_wrong_calls, flatten_entries
+from lumen.loggers.base import (
+    Array,
+    DeferredWriter,
+    NullWriter,
+    RunDirectoryLogger,
+    as_array,
+    as_hyperparameters,
+    as_image_array,
+    explain_wrong_calls,
+    flatten_entries,
+)
+from lumen.random import preserve_generators
 
 _MIN_UNBINNED = 1e20  # The bins of TensorBoard's histograms end here.
 
 
 @final
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(RunDirectoryLogger):
     """Logger that writes event files into `tensorboard` in the run directory: `tensorboard --logdir runs` shows them.
 
     Metrics are float32 scalars over the step; timings and memory have names that begin with `system/`. A resumed run
@@ -29,24 +45,38 @@ class TensorBoardLogger(Logger):
 
     `experiment` is a `torch.utils.tensorboard.SummaryWriter`.
 
+    Args:
+        save_dir: Parent of the run directory, if `Trainer(default_root_dir=...)` does not set it.
+        name: Name of the run, if `Trainer(name=...)` does not set it; the names of further runs are `name-2`, ...
+        version: Name of the run within the directory `name`; a number N means "version_N".
+        log_graph: Record the graph of the task when `fit` starts; the task needs `example_input_array`.
+
     Raises:
         ConfigError: TensorBoard is not installed.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
         "default_hp_metric": "Leave it out: TensorBoard shows a run's hyperparameters next to all its values.",
-        "log_graph": "Leave it out; self.logger.experiment.add_graph(task, batch) records a graph.",
         "sub_dir": "Leave it out: the files are in `tensorboard` in the run directory.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
     @check_arguments
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        log_graph: bool = False,
+    ) -> None:
+        super().__init__(save_dir, name, version)
         import_optional("tensorboard", "TensorBoardLogger", "tensorboard")
         self._make_writer = import_module("lumen.integrations.tensorboard_events").EventWriter
         self._directory: Path | None = None
-        self._step = 0
+        self._step, self._log_graph = 0, log_graph
         self._hyperparameters: dict[str, int | float | str] | None = None
+        self._before_fit: dict[str, int | float | str] = {}
+        self._deferred = DeferredWriter("TensorBoardLogger")
         self._writer: Any = None
 
     def open(self, directory: Path, *, resumed: bool) -> None:
@@ -64,12 +94,16 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """`SummaryWriter`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
+        """`SummaryWriter`, in `fit` and in the first process.
+
+        Calls before `fit` are made once `fit` begins. Other calls do nothing.
+        """
         if self._directory is None:
-            return NullWriter()
+            return self._deferred if self.run_directory is None else NullWriter()
         if self._writer is None:
             self._writer = self._make_writer(self._directory / f"events.out.tfevents.{self._part:05d}.lumen")
             self._part += 1
+        self._deferred.replay(self._writer)
         return self._writer
 
     @explain_wrong_calls
@@ -85,14 +119,25 @@ class TensorBoardLogger(Logger):
             self.experiment.add_scalar(f"system/{name}", value, step)
 
     @explain_wrong_calls
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | float | None = None
+    ) -> None:
         """Write hyperparameters; `lr` of the task is `model.lr`. Values other than numbers are written as text.
+
+        Hyperparameters given before `fit` are written once `fit` begins. `metrics` are values to log at this step; one
+        number is named "hp_metric".
 
         TensorBoard's dashboard shows one value per hyperparameter and run. If a resumed run has changed
         hyperparameters, they are written as a text named "hyperparameters".
         """
-        flat = flatten_entries(params, ".")
+        if metrics is not None:
+            self.log_metrics(metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics})
+        flat = flatten_entries(as_hyperparameters(params), ".")
         plain = {name: value if type(value) in (int, float) else str(mask_secrets(value, name)) for name, value in flat}
+        if self._directory is None:
+            self._before_fit |= plain
+            return
+        plain = self._before_fit | plain
         before, self._hyperparameters = self._hyperparameters, plain
         if before is None:
             if plain:
@@ -102,6 +147,25 @@ class TensorBoardLogger(Logger):
         changed = [f"* `{name}`: {old} → {new}" for name, (old, new) in pairs.items() if old != new]
         if changed:
             self.log_text("hyperparameters", "\n".join(["changed:", "", *changed]), self._step)
+
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Write the graph of a module, which runs in eval mode; without `input_array` only if `log_graph` is set."""
+        example = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if self._directory is None or (input_array is None and not self._log_graph):
+            return
+        if example is None:
+            raise ConfigError(
+                f"TensorBoardLogger(log_graph=True): {type(model).__name__} has no example_input_array. Set "
+                "self.example_input_array in __init__ of the task, to a tensor or a tuple of the arguments of forward."
+            )
+        device = next((each.device for each in model.parameters()), None)
+        modes = [(module, module.training) for module in model.modules()]
+        with preserve_generators(), torch.no_grad():
+            try:
+                self.experiment.add_graph(model.eval(), move_batch(example, device) if device else example)
+            finally:
+                for module, was_training in modes:
+                    module.training = was_training
 
     @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:

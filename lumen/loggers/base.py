@@ -9,13 +9,14 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias, TypeVar, final
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
+from torch import nn
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import LightningAttributeErrors, describe_type
+from lumen.errors.arguments import LightningAttributeErrors, describe_type, expand_path
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -37,10 +38,77 @@ class NullWriter:
         return self
 
 
-def explain_wrong_calls(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+@final
+class DeferredWriter:
+    """Writer of a logger before `fit`: keeps calls and assignments, which `replay` makes on the actual writer."""
+
+    _owner: str
+    _calls: list[Any]
+    _path: tuple[str, ...]
+
+    def __init__(self, owner: str, calls: list[Any] | None = None, path: tuple[str, ...] = ()) -> None:
+        for key, value in {"_owner": owner, "_calls": [] if calls is None else calls, "_path": path}.items():
+            object.__setattr__(self, key, value)
+
+    def __getattr__(self, name: str) -> DeferredWriter:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return DeferredWriter(self._owner, self._calls, (*self._path, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NullWriter:
+        """Keep a call."""
+        self._calls.append((self._path, args, kwargs))
+        return NullWriter()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._calls.append(((*self._path, "__setattr__"), (name, value), {}))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._calls.append(((*self._path, "__setitem__"), (key, value), {}))
+
+    def __str__(self) -> str:
+        """Refuse to be a part of a name or a path.
+
+        Raises:
+            ConfigError: Always, because the value does not exist yet.
+        """
+        raise ConfigError(
+            f"{'.'.join((self._owner, 'experiment', *self._path))} has no value before fit. Read it in on_fit_start or "
+            "later, or choose a name yourself: the arguments of the logger, or Trainer(name=...)."
+        )
+
+    __fspath__ = __str__
+
+    def replay(self, writer: Any) -> None:
+        """Make the kept calls."""
+        calls, self._calls[:] = [*self._calls], []
+        for path, args, kwargs in calls:
+            operator.attrgetter(".".join(path))(writer)(*args, **kwargs)
+
+
+def as_hyperparameters(params: Any) -> Mapping[str, Any]:
+    """Return hyperparameters as a mapping: those of a mapping, of a namespace or dataclass, or none for None.
+
+    Raises:
+        ConfigError: The argument is of a different type.
+    """
+    if params is None:
+        return {}
+    if isinstance(params, Mapping):
+        return params
+    if not hasattr(params, "__dict__"):
+        raise ConfigError(
+            f"log_hyperparams: expected a dictionary or a namespace, found {describe_type(params)}. Write "
+            "logger.log_hyperparams({'lr': lr})."
+        )
+    return dict(vars(params))
+
+
+def explain_wrong_calls(method: Callable[Concatenate[S, P], None]) -> Callable[..., None]:
     """Decorate a logging method of users: a wrong call raises an error that shows the right call.
 
-    Wrong calls typically use the signature of Lightning's method of the same name.
+    Wrong calls typically use the signature of Lightning's method of the same name. A call without a step, or with None,
+    gets the step of the run.
 
     Raises:
         ConfigError: Raised by the decorated method: arguments have wrong names or are missing, or the step is not an
@@ -52,15 +120,18 @@ def explain_wrong_calls(method: Callable[Concatenate[S, P], None]) -> Callable[C
     right_call = f"logger.{name}({', '.join(words)})"
 
     @wraps(method)
-    def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
         try:
-            operator.index(signature.bind(self, *args, **kwargs).arguments.get("step", 0))
+            bound = signature.bind_partial(self, *args, **kwargs)
+            if "step" in signature.parameters and bound.arguments.get("step") is None:
+                bound.arguments["step"] = 0 if self.progress is None else self.progress.step
+            operator.index(signature.bind(*bound.args, **bound.kwargs).arguments.get("step", 0))
         except TypeError as error:
             raise ConfigError(
                 f"{type(self).__name__}.{name}: {error}. Write {right_call}. For other features of the library, use "
                 "logger.experiment."
             ) from None
-        method(self, *args, **kwargs)
+        method(*bound.args, **bound.kwargs)
 
     return checked
 
@@ -78,12 +149,10 @@ class Logger(LightningAttributeErrors, ABC):
     logger ignores all values.
     """
 
-    ATTRIBUTES: ClassVar[Mapping[str, str]] = {
-        "log_graph": "With a TensorBoardLogger in fit, write logger.experiment.add_graph(task, batch).",
-    }
-
     #: Run directory of the newest `fit`, in every process; the trainer sets it.
     run_directory: Path | None = None
+    #: Counters of the newest `fit`, whose `step` is the default step of values that your code logs.
+    progress: Any = None
 
     @property
     def state_key(self) -> str:
@@ -122,6 +191,14 @@ class Logger(LightningAttributeErrors, ABC):
             params: Hyperparameters of the task under the key `model`, of the data module under the key `data`.
         """
 
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Record the graph of a module; Lumen calls this with the task whenever `fit` starts.
+
+        Args:
+            model: The module.
+            input_array: Arguments of its `forward`: a tensor or a tuple. Default: `model.example_input_array`.
+        """
+
     @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
         """Record an image.
@@ -130,7 +207,7 @@ class Logger(LightningAttributeErrors, ABC):
             name: Name of the series of images, such as "reconstruction".
             image: An image of shape (height, width) or (channels, height, width) with 1 (grey), 3 (RGB) or 4 (RGBA)
                 channels; uint8 of 0 to 255, bool, or floating point of 0 to 1 (values outside are clipped).
-            step: Optimizer updates completed.
+            step: Optimizer updates completed. Default: the step of the run.
 
         Raises:
             ConfigError: The image has a different shape or dtype.
@@ -213,6 +290,47 @@ class Logger(LightningAttributeErrors, ABC):
             status: "success"; "failed": the run ended with an error; "interrupted": the run was asked to stop, and can
                 be resumed.
         """
+
+
+class RunDirectoryLogger(Logger):
+    """Base class of loggers that write into the run directory, which their arguments may choose.
+
+    The arguments of `Trainer` have priority. If several loggers choose a directory, the first logger decides.
+
+    Args:
+        save_dir: Default of `Trainer(default_root_dir=...)`.
+        name: Default of `Trainer(name=...)`. With a `version` the run is in the directory of this name.
+        version: Default of `Trainer(name=...)`: a name, or a number N for "version_N".
+    """
+
+    def __init__(
+        self, save_dir: str | Path | None = None, name: str | None = None, version: int | str | None = None
+    ) -> None:
+        self._given = save_dir, name or None, None if version == "" else version
+
+    @property
+    def chosen_place(self) -> tuple[Path | None, str | None]:
+        """Parent of the run directory, and name of the run, where the arguments choose them."""
+        save_dir, name, version = self._given
+        parent = None if save_dir is None else expand_path(save_dir or ".")
+        if version is None:
+            return parent, name
+        return (parent or Path()) / (name or ""), version if isinstance(version, str) else f"version_{version}"
+
+    @property
+    def save_dir(self) -> str | None:
+        """The argument `save_dir`, else the parent of the run directory; None before `fit`."""
+        return super().save_dir if self._given[0] is None else str(self._given[0])
+
+    @property
+    def name(self) -> str | None:
+        """The argument `name`, else the name of the run directory; None before `fit`."""
+        return self._given[1] or super().name
+
+    @property
+    def version(self) -> int | str | None:
+        """The argument `version`, or None."""
+        return self._given[2]
 
 
 def flatten_entries(

@@ -13,7 +13,7 @@ from typing import IO, Any, ClassVar, Literal, final
 from lumen.errors.arguments import check_arguments, check_column
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.internals.atomic_files import explain_write_errors, replace_file
-from lumen.loggers.base import Logger, explain_wrong_calls
+from lumen.loggers.base import RunDirectoryLogger, explain_wrong_calls
 
 _MAX_COPIES_PER_ROW = 8
 _PLACES = ("step", "epoch")
@@ -121,22 +121,34 @@ class _CsvTable:
 
 
 @final
-class CSVLogger(Logger):
+class CSVLogger(RunDirectoryLogger):
     """Logger that writes `metrics.csv` and `system.csv` in the run directory.
 
     `metrics.csv` is bitwise identical in a repeated run. Each logged event is one row: `step`, `epoch`, then one column
     per name in order of first appearance. Numbers are written with all digits. If every step has new names, rows wait
     in memory, at most until the next checkpoint. Images, histograms, text and hyperparameters do not fit into a table
     and are ignored.
+
+    Args:
+        save_dir: Parent of the run directory, if `Trainer(default_root_dir=...)` does not set it.
+        name: Name of the run, if `Trainer(name=...)` does not set it; the names of further runs are `name-2`, ...
+        version: Name of the run within the directory `name`; a number N means "version_N".
+        flush_logs_every_n_steps: Accepted for compatibility with Lightning; Lumen writes every row at once.
     """
 
-    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
-        "flush_logs_every_n_steps": "Leave it out: Lumen writes every row at once.",
-    }
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
     @check_arguments
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        *,
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version)
         self._tables: dict[str, _CsvTable] = {}  # by file name; empty outside of `fit` and in other processes
 
     def open(self, directory: Path, *, resumed: bool) -> None:

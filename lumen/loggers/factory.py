@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.internals.entry_points import LOGGERS, list_entry_points, load_entry_point
-from lumen.loggers.base import Logger
+from lumen.loggers.base import Logger, RunDirectoryLogger
 from lumen.loggers.csv import CSVLogger
 
+DEFAULT_ROOT = "runs"
+"""Default parent of run directories."""
 _BUILT_IN = ("csv", "tensorboard", "wandb", "mlflow", "aim")
 if TYPE_CHECKING:
     LoggerName: TypeAlias = str
@@ -31,6 +35,25 @@ def as_loggers(value: bool | LoggerName | Logger | Sequence[LoggerName | Logger]
     for logger in loggers:
         takes_epoch(logger)
     return loggers
+
+
+def choose_place(loggers: Sequence[Logger], directory: Path, name: str | None) -> tuple[Path, str | None]:
+    """Return the parent of the run directory and the name of the run.
+
+    Args:
+        loggers: Loggers, whose first choice fills in what the trainer does not set.
+        directory: The trainer's `default_root_dir`.
+        name: The trainer's `name`, or None.
+    """
+    places = [each.chosen_place for each in loggers if isinstance(each, RunDirectoryLogger)]
+    chosen_directory, chosen_name = next((each for each in places if any(each)), (None, None))
+    if directory != Path(DEFAULT_ROOT) and chosen_directory not in (None, directory):
+        _log.warning(
+            "the directory %s of a logger is not used: Trainer(default_root_dir=%r) has priority.",
+            chosen_directory, str(directory),
+        )  # fmt: skip
+        chosen_directory = None
+    return chosen_directory or directory, name or chosen_name
 
 
 def takes_epoch(logger: Logger) -> bool:

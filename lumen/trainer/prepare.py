@@ -333,6 +333,7 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     hyperparameters = {name: get_logged_hparams(owner) for name, owner in owners.items() if owner is not None}
     for logger in run.records.loggers:
         logger.log_hyperparams(hyperparameters)
+        logger.log_graph(run.task)
     log_setup(run)
     for hook in run.hooks.on_fit_start:
         hook()

@@ -392,7 +392,7 @@ def open_loggers(session: Session) -> Iterator[None]:
             if trainer.is_global_zero:
                 write_environment(directory, trainer.strategy)
             for logger in [*trainer.loggers, *session.loggers]:
-                logger.run_directory = directory
+                logger.run_directory, logger.progress = directory, run.progress
             trainer.processes.run_on_rank_zero(partial(_open_loggers, session, directory, closing))
         yield
 

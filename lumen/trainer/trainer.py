@@ -26,7 +26,7 @@ from lumen.errors.arguments import (
     refuse_unknown_arguments,
 )
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_SAVE, NEUTRAL
-from lumen.loggers import Logger, LoggerName, as_loggers
+from lumen.loggers import DEFAULT_ROOT, Logger, LoggerName, as_loggers, choose_place
 from lumen.loop.fit import train_run
 from lumen.precision import Precision, make_precision
 from lumen.profilers import Profiler, make_profiler
@@ -187,7 +187,7 @@ class Trainer(RunView):
         log_every_n_steps: int = 50,
         callbacks: list[Callback] | dict[str, Callback | None] | Callback | None = None,
         logger: bool | LoggerName | Logger | list[LoggerName | Logger] = True,
-        default_root_dir: str | Path = "runs",
+        default_root_dir: str | Path = DEFAULT_ROOT,
         name: str | None = None,
         resume: str | Path | None = None,
         resume_parts: list[Part] | None = None,
@@ -228,7 +228,6 @@ class Trainer(RunView):
         self.matmul_precision, self.benchmark = matmul_precision, benchmark
         self.compilation = Compilation(compile)
         self.fast_dev_run, self.max_restarts = int(fast_dev_run), 0 if fast_dev_run else max_restarts
-        self.name, self.default_root_dir = name, expand_path(default_root_dir)
         self.origin = self._origin = RunOrigin(resume, resume_parts, init_from)
         self.seed = None if seed is None else check_seed("seed", seed)
         self.deterministic, self.detect_anomaly, self.sync_batchnorm = deterministic, detect_anomaly, sync_batchnorm
@@ -263,6 +262,7 @@ class Trainer(RunView):
         if self.fast_dev_run:
             self.plan, logger = self.plan.as_fast_dev_run(self.fast_dev_run), False
         self.loggers = as_loggers(logger)
+        self.default_root_dir, self.name = choose_place(self.loggers, expand_path(default_root_dir), name)
         defaults: dict[type[Callback], bool] = {
             ThroughputMonitor: bool(self.loggers),
             ModelSummary: enable_model_summary,
