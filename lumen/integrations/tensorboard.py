@@ -67,6 +67,7 @@ class TensorBoardLogger(RunDirectoryLogger):
         save_dir: str | Path | None = None,
         name: str | None = None,
         version: int | str | None = None,
+        *,
         log_graph: bool = False,
     ) -> None:
         super().__init__(save_dir, name, version)
@@ -164,8 +165,8 @@ class TensorBoardLogger(RunDirectoryLogger):
             try:
                 self.experiment.add_graph(model.eval(), move_batch(example, device) if device else example)
             finally:
-                for module, was_training in modes:
-                    module.training = was_training
+                for module, was_training in modes:  # A parent comes before its children.
+                    module.train(was_training)
 
     @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:

@@ -124,7 +124,7 @@ def explain_wrong_calls(method: Callable[Concatenate[S, P], None]) -> Callable[.
         try:
             bound = signature.bind_partial(self, *args, **kwargs)
             if "step" in signature.parameters and bound.arguments.get("step") is None:
-                bound.arguments["step"] = 0 if self.progress is None else self.progress.step
+                bound.arguments.update(step=0 if self.progress is None else self.progress.step)
             operator.index(signature.bind(*bound.args, **bound.kwargs).arguments.get("step", 0))
         except TypeError as error:
             raise ConfigError(

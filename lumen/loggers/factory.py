@@ -49,11 +49,12 @@ def choose_place(loggers: Sequence[Logger], directory: Path, name: str | None) -
     chosen_directory, chosen_name = next((each for each in places if any(each)), (None, None))
     if directory != Path(DEFAULT_ROOT) and chosen_directory not in (None, directory):
         _log.warning(
-            "the directory %s of a logger is not used: Trainer(default_root_dir=%r) has priority.",
-            chosen_directory, str(directory),
-        )  # fmt: skip
+            "a logger's directory %s is not used: Trainer has default_root_dir=%s", chosen_directory, directory
+        )
         chosen_directory = None
-    return chosen_directory or directory, name or chosen_name
+    if chosen_name is not None and not (name or chosen_name).startswith(chosen_name):  # The name may be NAME-2.
+        _log.warning("a logger's name %r is not used: Trainer has name=%r", chosen_name, name)
+    return chosen_directory or directory, chosen_name if name is None else name
 
 
 def takes_epoch(logger: Logger) -> bool:

@@ -704,7 +704,7 @@ WRITTEN_BY_OTHERS = {
     },
     "the optimizer of a config takes the place of the task's method": {"cli: configure_optimizers"},
     "users set the hyperparameters in this way": {"trainer: hparams"},
-    "subclasses of users have this attribute": {"trainer: run_directory"},
+    "subclasses of users have this attribute": {"trainer: run_directory", "trainer: progress"},
 }  # fmt: skip
 #: Methods that change the list, set or dictionary in an attribute.
 CHANGING = {

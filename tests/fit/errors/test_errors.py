@@ -231,4 +231,4 @@ def test_errors_inside_properties_are_not_hidden(kind):
 
     with pytest.raises(AttributeError, match="never_made"):
         _ = Broken().shown
-    assert not hasattr(Broken(), "log_graph" if kind is lumen.CSVLogger else "log")
+    assert not hasattr(Broken(), "log_table" if kind is lumen.CSVLogger else "log")

@@ -139,22 +139,18 @@ def test_run_directory_always_has_csv_files(tmp_path, logger):
     assert {"val_loss", "system/time_s", "system/memory_mb"} <= record.keys()
 
 
-HOME = "Set the run directory by Trainer("
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: lumen.Trainer(logger="wanb"), "found 'wanb'. Did you mean wandb?"),
         (lambda: lumen.Trainer(logger=["csv", "tensorbord"]), "found ['csv', 'tensorbord']. Did you mean tensorboard?"),
         (lambda: lumen.Trainer(logger=lumen.CSVLogger), "found the class CSVLogger. Create an object: CSVLogger(...)."),
-        (lambda: lumen.CSVLogger("logs"), f"too many positional arguments. {HOME}default_root_dir=..., name=...)"),
-        (lambda: lumen.CSVLogger(save_dir="logs"), f"CSVLogger has no argument save_dir. {HOME}default_root_dir=...)"),
-        (lambda: lumen.CSVLogger(flush_logs_every_n_steps=5), "Leave it out: Lumen writes every row at once."),
-        (lambda: lumen.TensorBoardLogger("logs", name="x"), f"TensorBoardLogger has no argument name. {HOME}name=...)"),
+        (lambda: lumen.CSVLogger("logs", "x", 3, "p"), "CSVLogger: too many positional arguments"),
+        (lambda: lumen.CSVLogger(prefix="p"), "CSVLogger has no argument prefix. Leave it out: Lumen does not change"),
+        (lambda: lumen.CSVLogger(save_dir=3), "CSVLogger: save_dir: expected a string, a path or None, found 3"),
         (
-            lambda: lumen.TensorBoardLogger(log_graph=True),
-            "self.logger.experiment.add_graph(task, batch) records a graph.",
+            lambda: lumen.TensorBoardLogger(sub_dir="s"),
+            "Leave it out: the files are in `tensorboard` in the run directory",
         ),
     ],
 )
@@ -183,7 +179,7 @@ trainer:
   max_epochs: 1
   logger:
     - class_path: lightning.pytorch.loggers.CSVLogger
-      init_args: {save_dir: logs, name: x, version: null, prefix: "", flush_logs_every_n_steps: 5}
+      init_args: {save_dir: logs, name: x, version: null, prefix: p, flush_logs_every_n_steps: 5}
     - class_path: lightning.pytorch.loggers.WandbLogger
       init_args: {project: p, log_model: all}
     - class_path: lightning.pytorch.loggers.CometLogger
@@ -193,8 +189,7 @@ trainer:
     said = capsys.readouterr().err
     for part in (
         "CSVLogger is a class of Lightning. Write lumen.CSVLogger.",
-        "CSVLogger has no option save_dir. Set the run directory by Trainer(default_root_dir=...)",
-        "CSVLogger has no option flush_logs_every_n_steps. Leave it out",
+        "CSVLogger has no option prefix. Leave it out: Lumen does not change logged names.",
         "WandbLogger is a class of Lightning. Write lumen.WandbLogger.",
         "WandbLogger has no option log_model. Leave it out: checkpoints are in the run directory",
         "CometLogger is a class of Lightning. Subclass lumen.Logger: docs/guides/loggers.md shows how.",

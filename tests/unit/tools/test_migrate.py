@@ -147,7 +147,7 @@ CALLS = [
 ]  # fmt: skip
 
 CLASSES = [
-    ("task", "def step(self):\n    self.log('a', b, rank_zero_only=True, sync_dist=True)",
+    ("task", "def step(self):\n    self.log('a', b, enable_graph=True, sync_dist=True)",
      "def step(self):\n    self.log('a', b, sync_dist=True)"),
     ("task", "def step(self):\n    self.log_dict(dictionary=a, enable_graph=True)",
      "def step(self):\n    self.log_dict(dictionary=a)"),
@@ -155,7 +155,7 @@ CLASSES = [
      "def on_train_batch_end(self, outputs, batch, batch_idx): ..."),
     ("callback", "def on_train_epoch_end(self, trainer, pl_module, outputs): ...",
      "def on_train_epoch_end(self, trainer, pl_module): ..."),
-    ("callback", "def on_fit_end(self, trainer, net):\n    net.log('a', b, rank_zero_only=True)",
+    ("callback", "def on_fit_end(self, trainer, net):\n    net.log('a', b, enable_graph=True)",
      "def on_fit_end(self, trainer, net):\n    net.log('a', b)"),
     ("callback", "def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n    outputs['loss']",
      "def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n    outputs"),
@@ -288,7 +288,7 @@ def test_what_no_edit_can_do_is_said(tmp_path, text, said):
 def test_base_class_in_another_file_is_resolved(tmp_path):
     (tmp_path / "base.py").write_text("import lightning as L\nclass Base(L.LightningModule): ...\n")
     (tmp_path / "net.py").write_text(
-        "from base import Base\nclass Net(Base):\n    def f(self):\n        self.log('a', b, rank_zero_only=True)\n"
+        "from base import Base\nclass Net(Base):\n    def f(self):\n        self.log('a', b, enable_graph=True)\n"
     )
     texts = {each.path.name: each.after for each in migrate_project(tmp_path)}
     assert "self.log('a', b)" in texts["net.py"]
