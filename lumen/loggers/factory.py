@@ -48,9 +48,7 @@ def choose_place(loggers: Sequence[Logger], directory: Path, name: str | None) -
     places = [each.chosen_place for each in loggers if isinstance(each, RunDirectoryLogger)]
     chosen_directory, chosen_name = next((each for each in places if any(each)), (None, None))
     if directory != Path(DEFAULT_ROOT) and chosen_directory not in (None, directory):
-        _log.warning(
-            "a logger's directory %s is not used: Trainer has default_root_dir=%s", chosen_directory, directory
-        )
+        _log.warning("a logger's save_dir %s is not used: Trainer has default_root_dir=%s", chosen_directory, directory)
         chosen_directory = None
     if chosen_name is not None and not (name or chosen_name).startswith(chosen_name):  # The name may be NAME-2.
         _log.warning("a logger's name %r is not used: Trainer has name=%r", chosen_name, name)

@@ -424,7 +424,7 @@ PIXELS = torch.zeros(2, 2)
         ),
         (
             lambda logger: logger.log_metrics({"loss": 1.0}, 1.5),
-            "integer. Write logger.log_metrics(metrics, step=self.",
+            "integer. Write logger.log_metrics(metrics, ",
         ),
         (lambda logger: logger.log_hyperparams(), "argument: 'params'. Write logger.log_hyperparams(params)"),
     ],
