@@ -208,7 +208,7 @@ class CLI:
             show_help(self.parser, settings, parsed.help)
             raise HelpShown
         if parsed.files and not settings.tree["trainer"].get("name"):
-            settings.tree["trainer"]["name"] = Path(parsed.files[0]).stem
+            settings.tree["trainer"]["name"] = _find_logger_name(settings.tree["trainer"]) or Path(parsed.files[0]).stem
         self._references = resolve_references(settings)
         if isinstance(several := settings.tree.get("lr_scheduler"), list):
             self.parser = self._make_parser(len(several))
@@ -418,3 +418,14 @@ def _report_lumen_errors() -> Iterator[None]:
 
 def _do_nothing() -> None:
     """Do nothing, in place of a hook that the script does not define."""
+
+
+def _find_logger_name(trainer: Mapping[str, Any]) -> Any:
+    """Return the run's name that a logger in the settings of a trainer chooses, or None."""
+    loggers = trainer.get("logger")
+    for each in loggers if isinstance(loggers, list) else [loggers]:
+        if isinstance(each, dict) and str(each.get("class_path")).endswith(("CSVLogger", "TensorBoardLogger")):
+            arguments = each.get("init_args") or {}
+            if arguments.get("name") and arguments.get("version") in (None, ""):
+                return arguments["name"]
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from importlib import import_module
@@ -161,7 +162,8 @@ class TensorBoardLogger(RunDirectoryLogger):
             )
         device = next((each.device for each in model.parameters()), None)
         modes = [(module, module.training) for module in model.modules()]
-        with preserve_generators(), torch.no_grad():
+        with preserve_generators(), torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # `add_graph` of torch traces.
             try:
                 self.experiment.add_graph(model.eval(), move_batch(example, device) if device else example)
             finally:

@@ -163,6 +163,11 @@ class LoggedValues:
         Raises:
             ConfigError: The monitor was never logged. The message lists the logged names.
         """
+        if monitor in ("step", "epoch"):
+            raise ConfigError(
+                f"{who}: the monitor {monitor!r} is a counter, not a logged value. To keep the newest N checkpoints, write "
+                "ModelCheckpoint(keep_last=N)."
+            )
         if monitor in self.logged or self.pending_stages:
             return
         since = " since the run resumed" if monitor in self.newest else ""
