@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from torch import nn
 
 from lumen.errors import ConfigError
 from lumen.errors.arguments import LightningAttributeErrors, describe_type, expand_path
-
-P = ParamSpec("P")
-S = TypeVar("S")
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
@@ -36,6 +33,9 @@ class NullWriter:
     def __call__(self, *args: Any, **kwargs: Any) -> NullWriter:
         """Do nothing."""
         return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Do nothing, as for `experiment.config["lr"] = 0.1`."""
 
 
 @final
@@ -104,7 +104,7 @@ def as_hyperparameters(params: Any) -> Mapping[str, Any]:
     return dict(vars(params))
 
 
-def explain_wrong_calls(method: Callable[Concatenate[S, P], None]) -> Callable[..., None]:
+def explain_wrong_calls(method: Callable[..., None]) -> Callable[..., None]:
     """Decorate a logging method of users: a wrong call raises an error that shows the right call.
 
     Wrong calls typically use the signature of Lightning's method of the same name. A call without a step, or with None,
@@ -122,16 +122,16 @@ def explain_wrong_calls(method: Callable[Concatenate[S, P], None]) -> Callable[.
     @wraps(method)
     def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
         try:
-            bound = signature.bind_partial(self, *args, **kwargs)
-            if "step" in signature.parameters and bound.arguments.get("step") is None:
-                bound.arguments.update(step=0 if self.progress is None else self.progress.step)
-            operator.index(signature.bind(*bound.args, **bound.kwargs).arguments.get("step", 0))
+            given = dict(signature.bind_partial(self, *args, **kwargs).arguments)
+            if "step" in signature.parameters and given.get("step") is None:
+                given["step"] = 0 if self.progress is None else self.progress.step
+            operator.index(signature.bind(**given).arguments.get("step", 0))
         except TypeError as error:
             raise ConfigError(
                 f"{type(self).__name__}.{name}: {error}. Write {right_call}. For other features of the library, use "
                 "logger.experiment."
             ) from None
-        method(*bound.args, **bound.kwargs)
+        method(**given)
 
     return checked
 
@@ -195,7 +195,7 @@ class Logger(LightningAttributeErrors, ABC):
         """Record the graph of a module; Lumen calls this with the task whenever `fit` starts.
 
         Args:
-            model: The module.
+            model: The module, such as the task.
             input_array: Arguments of its `forward`: a tensor or a tuple. Default: `model.example_input_array`.
         """
 

@@ -165,8 +165,8 @@ class LoggedValues:
         """
         if monitor in ("step", "epoch"):
             raise ConfigError(
-                f"{who}: the monitor {monitor!r} is a counter, not a logged value. To keep the newest N checkpoints, write "
-                "ModelCheckpoint(keep_last=N)."
+                f"{who}: the monitor {monitor!r} is a counter, not a logged value. To keep the newest N checkpoints, "
+                "write ModelCheckpoint(keep_last=N)."
             )
         if monitor in self.logged or self.pending_stages:
             return

@@ -146,7 +146,7 @@ def test_hyperparameters_given_before_fit_are_recorded(tmp_path, parameters):
         logger.log_hyperparams(3)
 
 
-def test_calls_of_wandb_before_fit_are_made_in_fit(tmp_path):
+def test_wandb_calls_before_fit_wait_for_fit(tmp_path):
     logger = lumen.WandbLogger(project="p", offline=True)
     logger.experiment.config.update({"a": 1})
     logger.experiment.config["b"] = 2
@@ -159,6 +159,7 @@ def test_calls_of_wandb_before_fit_are_made_in_fit(tmp_path):
     updates += [one for record in read_wandb_records(directory) for one in record.config.update]
     assert {one.key: one.value_json for one in updates if one.key in "abc"} == {"a": "1", "b": "2", "c": "3"}
     assert len(read_wandb(directory)["loss"]) == 2
+    logger.experiment.config["b"] = 3  # After fit, and in other processes, nothing is recorded.
 
 
 class Graphed(Regression):

@@ -271,3 +271,21 @@ def test_callback_copy_logs_for_no_run(tmp_path):
     trainer.fit(make_task(lumen, {}), make_numbers(8))
     assert trainer.callback_metrics.keys() == {"x", "y"}
     assert not hasattr(callback, "log")
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_values_of_earlier_steps_are_resumed(tmp_path, stop):
+    """The only value of x is that of step 2; an epoch has four steps."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 1:
+            self.log("x", 2.0)
+        return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    for steps in (stop, 8):
+        trainer = lumen.Trainer(
+            max_steps=steps, default_root_dir=tmp_path, name="run", resume="auto", logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(make_task(lumen, {"training_step": training_step}), make_numbers(16))
+        assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {"x": 2.0}
