@@ -26,6 +26,7 @@ from lumen.callbacks import (
 from lumen.callbacks.model_summary import summarize as summarize
 from lumen.checkpoint import Weights as Weights
 from lumen.cli.command_line import CLI as CLI
+from lumen.cli.outputs import SaveConfigCallback as SaveConfigCallback
 from lumen.data.combined import CombinedLoader as CombinedLoader
 from lumen.data.nested import move_data_to_device as move_data_to_device
 from lumen.distributed.rank_zero import (

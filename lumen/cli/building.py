@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lumen.callbacks.checkpoint_names import can_rank_checkpoints
 from lumen.checkpoint import PARTS, as_path_or_url, find_checkpoint, is_weights
 from lumen.checkpoint.format.manifest import STATE
-from lumen.cli.config_layers import as_list, is_class
+from lumen.cli.config_layers import as_list
 from lumen.cli.interpolation import escape_references
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
@@ -36,12 +36,7 @@ def choose_seed(config: Namespace, checkpoint: Any, name: str) -> int:
         checkpoint: The checkpoint from which the settings resume.
         name: The name of the run.
     """
-    if config.seed_everything is False:
-        raise ConfigError(
-            "seed_everything: false: a run always has a seed. Leave seed_everything out: Lumen draws and records a "
-            "seed."
-        )
-    if config.seed_everything is not None and config.seed_everything is not True:
+    if config.seed_everything not in (None, True, False) or type(config.seed_everything) is int:
         return check_seed("seed_everything", config.seed_everything)
     default_folder = expand_path(config.trainer.default_root_dir) / name / "checkpoints"
     folder, *other_folders = _list_dirpaths(config.trainer.callbacks, default_folder) or [default_folder]
@@ -110,17 +105,20 @@ def take_from_data(name: str, data: Any) -> Any:
 
 
 def record_hyperparameters(
-    node: dict[str, Any], links: list[str], model: TaskModule, data: DataModule | None, references: References
-) -> None:
-    """Record the hyperparameters that refer to the environment, and the arguments that the model takes from the data.
+    links: list[str], model: TaskModule, data: DataModule | None, references: References
+) -> dict[str, Any]:
+    """Record the hyperparameters that refer to the environment.
 
     Args:
-        node: The record of the model: its class and arguments, or its arguments alone.
         links: The names of the arguments that the model takes from the data.
         model: The task that was built.
         data: The data module that was built.
         references: The references to the environment, by their place in the config.
+
+    Returns:
+        The arguments that the model takes from the data, as plain data for the config.
     """
+    taken: dict[str, Any] = {}
     for key, owner in (("model", model), ("data", data)):
         if isinstance(owner, HasHyperparameters):
             found = {path[2:]: each for path, each in references.items() if path[:2] == (key, "init_args")}
@@ -131,8 +129,8 @@ def record_hyperparameters(
             continue  # a repeated run takes the value from the data again
         with suppress(yaml.YAMLError):  # the record holds plain data only
             yaml.safe_dump(value := getattr(data, name))
-            inside = node.setdefault("init_args", {}) if is_class(node) else node
-            inside[name] = escape_references(value)
+            taken[name] = escape_references(value)
+    return taken
 
 
 def is_plain_data(value: Any) -> bool:

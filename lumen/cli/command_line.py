@@ -27,26 +27,26 @@ from lumen.cli.command_words import (
     HelpShown,
     find_default_files,
     get_script_command,
+    list_summaries,
     read_words,
     refuse_lightning_cli_methods,
-    refuse_subcommands,
 )
 from lumen.cli.commands import LOOP_EXAMPLES, LOOPS
 from lumen.cli.config_checks import SettingsChecker
 from lumen.cli.config_layers import Settings, Tree, as_list
 from lumen.cli.help import show_help
-from lumen.cli.interpolation import escape_references, put_references, resolve_references
+from lumen.cli.interpolation import resolve_references
 from lumen.cli.optimization import configure_optimizers
 from lumen.cli.options import CommandOptions, OptionParser
-from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
+from lumen.cli.outputs import SaveConfigCallback, check_output, show_metrics, show_predictions, write_results
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
 from lumen.distributed.launch import launch, relaunch
 from lumen.distributed.processes import Processes
 from lumen.distributed.restarts import needs_launcher
 from lumen.errors import ConfigError, LumenError
-from lumen.errors.arguments import check_arguments, expand_path
-from lumen.errors.lightning_names import INSTEAD_IN_CLI
+from lumen.errors.arguments import LightningAttributeErrors, check_arguments, expand_path
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CLI, INSTEAD_IN_CLI
 from lumen.random import seed_for_building
 from lumen.strategies.factory import choose_device, choose_processes
 from lumen.task.data_module import DataModule
@@ -57,38 +57,42 @@ from lumen.trainer.trainer import Trainer
 set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 
-class CLI:
+class CLI(LightningAttributeErrors):
     """Command line of a script: reads the settings, builds data, model and trainer from them, and runs a loop.
 
     `CLI(MyTask, MyData)` is a complete `train.py`: `python train.py fit --config mine.yaml --model.width 3`. The script
     has the commands `fit`, `validate`, `test` and `predict` of `lumen`, with the same settings, checks and errors. To
     add settings, derive a class and define `add_arguments_to_parser`. The loops are surrounded by calls of
-    `before_fit`, `after_fit`, `before_validate` and so on, if the class defines them.
+    `before_fit`, `after_fit`, `before_validate` and so on, if the class defines them. A method `fit` of the class runs
+    in place of the trainer's. A static method `configure_optimizers(lightning_module, optimizer, lr_scheduler=None)` of
+    the class returns what a task's `configure_optimizers` returns, from the objects of the settings.
 
     Args:
         model_class: The task class. Default: any class, which the settings name as `model.class_path`.
         datamodule_class: The data module class. Default: any class or none; the settings name the class as
             `data.class_path`.
-        save_config_callback: The callback class that saves the settings; called with the settings as plain data. None
-            saves nothing. Default: Lumen writes the settings to `config.yaml` in the run directory.
+        save_config_callback: The callback class that saves the settings. None saves nothing. Default: Lumen writes the
+            settings to `config.yaml` in the run directory.
+        save_config_kwargs: Further arguments of `save_config_callback`.
         trainer_class: The class built from the settings of `trainer`.
         trainer_defaults: Default settings of `trainer`, which all other settings override. An object, such as a logger,
             is used if the settings have none; callbacks are always added.
-        seed_everything_default: The seed if the settings have none; True draws and records a seed.
+        seed_everything_default: The seed if the settings have none; True, False or None: Lumen draws and records a
+            seed.
         parser_kwargs: `{"default_config_files": [...]}`: config files that `--config` overrides, if they exist. They
             apply to all commands, or to one command as `{"fit": {...}}`.
         subclass_mode_model: True if the settings may name a class derived from `model_class`.
         subclass_mode_data: True if the settings may name a class derived from `datamodule_class`.
-        args: The command-line arguments, or the settings as a dictionary. Default: the arguments of the process; an
-            error then prints a message and exits with a code instead of raising an exception.
+        args: The command-line arguments, or the settings as a dictionary or namespace. Default: the arguments of the
+            process; an error then prints a message and exits with a code instead of raising an exception.
         run: False to parse no command and run no loop: use `cli.trainer`, `cli.model` and `cli.datamodule`.
         auto_configure_optimizers: True if the settings may have `optimizer` and `lr_scheduler`.
 
     Attributes:
-        subcommand: The command: fit, validate, test or predict; None with `run=False`.
+        subcommand: The command: fit, validate, test, predict or a command of the script; None with `run=False`.
         parser: The parser of all options.
         config: The settings; with a command, its settings are in `config[subcommand]`.
-        config_init: The settings of the command, with objects built from them.
+        config_init: The settings in the same form as `config`, with objects built from them.
         model: The task, after it is built.
         datamodule: The data module, or None.
         trainer: The trainer, which keeps the results of the run.
@@ -99,9 +103,9 @@ class CLI:
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_CLI
+    ATTRIBUTES = ATTRIBUTES_OF_CLI
     _runs_elsewhere = False  # True: ignore which devices this machine has
     _program: str | None = None  # first word of the command line; None: the name of the script
-    subcommands = staticmethod(refuse_subcommands)
 
     @check_arguments
     def __init__(
@@ -109,24 +113,22 @@ class CLI:
         model_class: type[TaskModule] | None = None,
         datamodule_class: type[DataModule] | None = None,
         *,
-        save_config_callback: type[Callback] | None = SaveConfig,
+        save_config_callback: type[Callback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
         trainer_class: type[Trainer] = Trainer,
         trainer_defaults: dict[str, Any] | None = None,
         seed_everything_default: int | bool | None = None,
         parser_kwargs: dict[str, Any] | None = None,
         subclass_mode_model: bool = False,
         subclass_mode_data: bool = False,
-        args: list[str] | dict[str, Any] | None = None,
+        args: list[str] | dict[str, Any] | Namespace | None = None,
         run: bool = True,
         auto_configure_optimizers: bool = True,
     ) -> None:
-        refuse_lightning_cli_methods(type(self))
-        if seed_everything_default is False:
-            raise ConfigError(
-                "seed_everything_default=False: a run always has a seed. Leave seed_everything_default out: Lumen "
-                "draws a seed."
-            )
-        self._save_config = save_config_callback
+        self._commands = list_summaries(self.subcommands(), type(self), trainer_class)
+        refuse_lightning_cli_methods(type(self), self._commands)
+        self.save_config_callback, self.save_config_kwargs = save_config_callback, save_config_kwargs or {}
+        self.trainer_class, self.trainer_defaults = trainer_class, trainer_defaults or {}
         self._command_options = CommandOptions(
             model_class or TaskModule,
             datamodule_class or DataModule,
@@ -135,15 +137,15 @@ class CLI:
             optimizers=auto_configure_optimizers,
             trainer=trainer_class,
         )
-        defaults = {name: value for name, value in (trainer_defaults or {}).items() if is_plain_data(value)}
-        self._kept_settings = {name: value for name, value in (trainer_defaults or {}).items() if name not in defaults}
+        defaults = {name: value for name, value in self.trainer_defaults.items() if is_plain_data(value)}
         self._script: Tree = {"trainer": defaults} if defaults else {}
-        if seed_everything_default not in (None, True):
+        if type(seed_everything_default) is int:
             self._script["seed_everything"] = seed_everything_default
         self._parser_kwargs, self._reads_words = parser_kwargs or {}, args is None
         self._links: list[str] = []
         self.subcommand: str | None = None
         with _report_lumen_errors() if args is None else nullcontext():
+            args = args.as_dict() if isinstance(args, Namespace) else args
             self._read_settings(strip_launcher_words(sys.argv[1:]) if args is None else args, run=run)
             with explain_missing_paths(self._command_words.files):
                 self._build_and_run()
@@ -159,14 +161,35 @@ class CLI:
                 5})`, `parser.add_lightning_class_args(EarlyStopping, "stopping")`.
         """
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the commands: names of methods of the trainer, each with its arguments that are no options.
+
+        A class may return fewer commands, or add methods of its `trainer_class`, whose other arguments are options.
+        """
+        evaluation = {"model", "dataloaders", "datamodule"}
+        training = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": training, **{name: {*evaluation} for name in ("validate", "test", "predict")}}
+
     def before_instantiate_classes(self) -> None:
         """Read or change `config` before anything is built."""
 
     def instantiate_classes(self) -> None:
         """Build `datamodule`, `model` and `trainer` from `config`."""
-        self.config_init = build_objects(self.parser, self._get_command_settings(self.config))
-        self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
+        settings = self._get_command_settings(self.config)
+        built = build_objects(self.parser, settings)
+        self.config_init = built if self.subcommand is None else Namespace(**{self.subcommand: built})  # type: ignore[no-untyped-call]
+        self.model, self.datamodule = built.model, built.get("data")
+        self._configure = None
+        if settings.get("optimizer"):
+            combine = getattr(self, "configure_optimizers", None)
+            self._configure = partial(configure_optimizers, settings, self.model, combine)
+            if self.subcommand is None or self._has_own_command():
+                self.model.configure_optimizers = self._configure
         self.trainer = self.instantiate_trainer()
+
+    def after_instantiate_classes(self) -> None:
+        """Read or change `datamodule`, `model` and `trainer` before the command runs."""
 
     def instantiate_trainer(self, **overrides: Any) -> Trainer:
         """Build the trainer.
@@ -174,17 +197,23 @@ class CLI:
         Args:
             overrides: Arguments that override the settings.
         """
-        added = [self.config_init[key] for key in self.parser.callbacks]
-        arguments = {**self.config_init.trainer.as_dict(), **overrides}
+        built = self._get_command_settings(self.config_init)
+        added = [built[key] for key in self.parser.callbacks]
+        arguments = {**built.trainer.as_dict(), **overrides}
         defaults = self.parser.get_defaults().trainer
-        for name, value in self._kept_settings.items():
-            if name == "callbacks":
+        for name, value in self.trainer_defaults.items():
+            if name == "callbacks" and not is_plain_data(value):
                 added += as_list(value)
-            elif arguments.get(name) == defaults.get(name):
+            elif not is_plain_data(value) and arguments.get(name) == defaults.get(name):
                 arguments[name] = value
-        if added:
-            arguments["callbacks"] = [*as_list(arguments.get("callbacks")), *added]
-        return self._command_options.trainer(**arguments)  # type: ignore[no-any-return]
+        if any(each is not None for each in added):
+            arguments["callbacks"] = [*as_list(arguments.get("callbacks")), *as_list(added)]
+        trainer = self.trainer_class(**arguments)
+        if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
+            config = self._get_command_settings(self.config)
+            saver = self.save_config_callback(self.parser, config, **self.save_config_kwargs)  # type: ignore[call-arg]
+            trainer.callbacks.insert(0, saver)
+        return trainer
 
     # ------------------------------------------------------------------ reading
 
@@ -192,14 +221,15 @@ class CLI:
         """Parse the command and the settings, and check all settings."""
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        self._command_words = parsed = read_words(args, self._program_word, run=run)
+        self._command_words = parsed = read_words(args, self._program_word, self._commands if run else None)
         self.subcommand = parsed.command
         self.parser = self._make_parser()
         settings = Settings(
             self.subcommand,
             self.parser.list_sections(),
             self.parser.classes,
-            files=[*find_default_files(self._parser_kwargs, parsed.command), *parsed.files],
+            commands=self._commands,
+            files=[*find_default_files(self._parser_kwargs, parsed.command, self._commands), *parsed.files],
             words=parsed.settings,
             script=self.parser.script,
             arguments=parsed.arguments,
@@ -209,9 +239,10 @@ class CLI:
             raise HelpShown
         if parsed.files and not settings.tree["trainer"].get("name"):
             settings.tree["trainer"]["name"] = _find_logger_name(settings.tree["trainer"]) or Path(parsed.files[0]).stem
-        self._references = resolve_references(settings)
+        references = resolve_references(settings)
         if isinstance(several := settings.tree.get("lr_scheduler"), list):
             self.parser = self._make_parser(len(several))
+        self.parser.references = references
         config = self._check_settings(settings)
         self.config = config if self.subcommand is None else Namespace(**{self.subcommand: config})  # type: ignore[no-untyped-call]
         if self.subcommand is not None:
@@ -251,14 +282,16 @@ class CLI:
         parser = OptionParser(
             prog=program,
             usage=f"{' '.join(words)} --config FILE [--KEY VALUE ...]",
-            description=f"{LOOPS[command]} {order}" if command else order,
+            description=f"{self._commands[command]} {order}".strip() if command else order,
             epilog=f"Example: {self._program or get_script_command(has_commands=False)} {command} "
             f"{LOOP_EXAMPLES[command]}"
-            if command
+            if command in LOOP_EXAMPLES
             else None,
             exit_on_error=False,
         )
-        self._command_options.add_to(parser, command, schedulers)
+        self._arguments = self._command_options.add_to(
+            parser, command, schedulers, skip=self.subcommands()[command] if command else ()
+        )
         self.add_arguments_to_parser(parser)
         parser.set_defaults(self._script)
         return parser
@@ -273,6 +306,10 @@ class CLI:
 
     # ------------------------------------------------------------------ running
 
+    def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
+        """Return a setting of the command, as the method of LightningCLI that scripts call."""
+        return self._get_command_settings(config).get(key, default)
+
     def _get_command_settings(self, config: Namespace) -> Namespace:
         """Return the settings of the command."""
         return config if self.subcommand is None else config[self.subcommand]
@@ -284,13 +321,7 @@ class CLI:
             skip_unset: True to omit settings whose value is None.
             of_call: True to include `output`, `ckpt_path` and `average`, which apply to one call of the command.
         """
-        record: dict[str, Any] = yaml.safe_load(
-            self.parser.dump(self._get_command_settings(self.config), skip_unset=skip_unset)
-        )
-        if (several := record.get("lr_scheduler")) and "class_path" not in several:
-            record["lr_scheduler"] = list(several.values())
-        record = escape_references(record)
-        put_references(record, self._references)
+        record = self.parser.make_record(self._get_command_settings(self.config), skip_unset=skip_unset)
         once = {key: record.pop(key, None) for key in ("config", "output", "ckpt_path", "average")}
         return record | {key: value for key, value in once.items() if of_call and key != "config" and value is not None}
 
@@ -305,46 +336,49 @@ class CLI:
             self._start_workers(processes.world_size, max_restarts)
         log_settings = LogSettings(config.trainer.log_level, config.trainer.log_format)
         with log_to_console(log_settings, shown=processes.rank == 0), processes.explain_lost_ranks():
-            record = self._build(processes)
-            if self._save_config is not None:
-                self.trainer.callbacks.insert(0, self._save_config(record))  # type: ignore[call-arg]
+            self._build(processes)
             if command is None:
-                if self._configure is not None:
-                    self.model.configure_optimizers = self._configure
                 return
             self._call_script_hook("before")
-            results = None
-            if command == "fit":
+            results, built = None, self._get_command_settings(self.config_init)
+            if self._has_own_command():
+                names = self._arguments if command not in LOOPS else ["ckpt_path"] if command != "fit" else []
+                method = getattr(self, command, None) or getattr(self.trainer, command)
+                method(model=self.model, datamodule=self.datamodule, **{name: built[name] for name in names})
+            elif command == "fit":
                 self.trainer.fit(self.model, self.datamodule, configure_optimizers=self._configure)
             else:
-                evaluate, built = getattr(self.trainer, command), self.config_init
+                evaluate = getattr(self.trainer, command)
                 results = evaluate(self.model, self.datamodule, ckpt_path=built.ckpt_path, average=built.average)
         if results is not None and processes.rank == 0:
             self._show_results(results, config)
         self._call_script_hook("after")
 
-    def _build(self, processes: Processes) -> dict[str, Any]:
-        """Build everything with the run's seed, and return the settings as plain data."""
-        config, record = self._get_command_settings(self.config), self._make_config_record()
+    def _build(self, processes: Processes) -> None:
+        """Build everything with the run's seed."""
+        config = self._get_command_settings(self.config)
         if processes.world_size > 1 and not processes.must_be_started:
             processes.connect(choose_device(config.trainer.accelerator, processes))
         checkpoint = config.get("ckpt_path") if self.subcommand not in ("fit", None) else config.trainer.resume
         name = config.trainer.name or self._get_model_class(config).rpartition(".")[2].lower()
         choose = partial(choose_seed, config, checkpoint, name)
-        seed = record["seed_everything"] = choose() if processes.must_be_started else processes.run_on_rank_zero(choose)
+        seed = config.seed_everything = choose() if processes.must_be_started else processes.run_on_rank_zero(choose)
         seed_for_building(seed)
         self.instantiate_classes()
-        self._configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
         self.trainer._use_config(seed, self._get_fit_command())
-        record_hyperparameters(record["model"], self._links, self.model, self.datamodule, self._references)
-        return record
+        self.parser.taken = record_hyperparameters(self._links, self.model, self.datamodule, self.parser.references)
+        self.after_instantiate_classes()
+
+    def _has_own_command(self) -> bool:
+        """Return True if the script defines the method that the command runs."""
+        return self.subcommand is not None and (self.subcommand not in LOOPS or hasattr(self, self.subcommand))
 
     def _get_model_class(self, config: Namespace) -> str:
         return self._command_options.model.__name__ if "model" in self.parser.fixed else str(config.model.class_path)
 
     def _find_processes(self, trainer: Namespace) -> Processes:
         """Return the processes of the run, before anything is built."""
-        strategy = self._kept_settings.get("strategy", "auto") if trainer.strategy == "auto" else trainer.strategy
+        strategy = self.trainer_defaults.get("strategy", "auto") if trainer.strategy == "auto" else trainer.strategy
         name = "auto" if isinstance(strategy, Namespace) else strategy
         return choose_processes(trainer.devices, trainer.num_nodes, trainer.accelerator, name)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from glob import glob
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, final
 
 from lumen.cli.commands import LOOPS
 from lumen.cli.config_layers import Tree, parse_words
@@ -22,6 +23,9 @@ _FIXED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "parser_mode": ("yaml", "omegaconf", "omegaconf+"),
     "default_env": (True,),
 }
+
+
+_CLASS_HOOKS = ("before_instantiate_classes", "after_instantiate_classes")
 
 
 class HelpShown(SystemExit):
@@ -51,13 +55,13 @@ class CommandWords(NamedTuple):
     omitted_values: set[str] | None
 
 
-def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) -> CommandWords:
+def read_words(args: list[str] | Mapping[str, Any], program: str, commands: Mapping[str, str] | None) -> CommandWords:
     """Parse a command line.
 
     Args:
         args: The command-line arguments, or the settings as a mapping.
         program: The first word of the command line.
-        run: True if the first argument is a command.
+        commands: The commands with a summary of each; None if the arguments have no command.
 
     Raises:
         ConfigError: The command does not exist, or the arguments cannot be read.
@@ -68,9 +72,9 @@ def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) 
         command, words = args.get("subcommand"), list[str]()
         arguments = {key: value for key, value in args.get(str(command), args).items() if key != "subcommand"}
     else:
-        command, words = (args[0] if args else "--help", args[1:]) if run else (None, args)
-    if run:
-        _check_command(command, program)
+        command, words = (None, args) if commands is None else _split_command(args)
+    if commands is not None:
+        _check_command(command, program, commands)
     words = ["--help" if word == "-h" else word for word in words]
     pairs = parse_words(words)
     helped = [(key, text) for key, text in pairs if key == "help" or key.endswith(".help")]
@@ -86,15 +90,24 @@ def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) 
     )
 
 
-def _check_command(command: Any, program: str) -> None:
+def _split_command(words: list[str]) -> tuple[str, list[str]]:
+    """Return the command and the other words; config files may precede the command."""
+    files: list[str] = []
+    while words and words[0].partition("=")[0] in ("-c", "--config"):
+        end = 1 if "=" in words[0] else 2
+        files, words = [*files, *words[:end]], words[end:]
+    return words[0] if words else "--help", [*files, *words[1:]]
+
+
+def _check_command(command: Any, program: str, commands: Mapping[str, str]) -> None:
     if command in ("-h", "--help"):
-        width = max(map(len, LOOPS))
-        lines = [f"  {name:{width}}  {summary}" for name, summary in LOOPS.items()]
+        width = max(map(len, commands))
+        lines = [f"  {name:{width}}  {summary}" for name, summary in commands.items()]
         head, end = f"{program} COMMAND --config FILE [--KEY VALUE ...]", f"{program} COMMAND --help shows the options."
         print(head, *lines, end, sep="\n", file=stdout)
         raise HelpShown
-    if command not in LOOPS:
-        hint = suggest_names(str(command), LOOPS) or f" Did you mean {' or '.join(LOOPS)}?"
+    if command not in commands:
+        hint = suggest_names(str(command), commands) or f" Did you mean {' or '.join(commands)}?"
         raise ConfigError(f"{program} has no command {command}.{hint}")
 
 
@@ -114,25 +127,27 @@ def find_run_config(checkpoint: str | None) -> list[str]:
     return [str(place / "config.yaml") for place in places if (place / "config.yaml").is_file()][:1]
 
 
-def find_default_files(parser_kwargs: Mapping[str, Any], command: str | None) -> list[str]:
+def find_default_files(parser_kwargs: Mapping[str, Any], command: str | None, commands: Iterable[str]) -> list[str]:
     """Return the config files that a script names in `parser_kwargs`, if they exist.
 
     Args:
         parser_kwargs: The `parser_kwargs` of the script.
         command: The name of the command, or None.
+        commands: The names of all commands.
 
     Raises:
         ConfigError: The script passes another argument to its parser.
     """
     of_command = parser_kwargs.get(command, {}) if command else {}
-    parser_kwargs = {name: value for name, value in parser_kwargs.items() if name not in LOOPS} | of_command
-    for name, value in parser_kwargs.items():
+    of_all = {name: value for name, value in parser_kwargs.items() if name not in {*commands}}
+    files = [*of_all.pop("default_config_files", ()), *of_command.get("default_config_files", ())]
+    for name, value in (of_all | of_command).items():
         if name != "default_config_files" and value not in _FIXED_SETTINGS.get(name, ()):
             raise ConfigError(
                 f"parser_kwargs: expected default_config_files, found {name}={value!r}. Interpolation and "
                 f"environment variables are always enabled. Leave {name} out."
             )
-    return [file for pattern in parser_kwargs.get("default_config_files", ()) for file in sorted(glob(str(pattern)))]
+    return [file for pattern in files for file in sorted(glob(str(pattern)))]
 
 
 def get_script_command(*, has_commands: bool) -> str:
@@ -145,26 +160,44 @@ def get_script_command(*, has_commands: bool) -> str:
     return shlex.join([Path(sys.executable).name, *words, *["fit"] * has_commands])
 
 
-def refuse_subcommands() -> NoReturn:
-    """Refuse to name the commands, in place of LightningCLI's attribute.
+def list_summaries(commands: Iterable[str], kind: type, trainer: type) -> dict[str, str]:
+    """Return the commands of a script, each with a line for the help.
+
+    Args:
+        commands: The names of the commands.
+        kind: The script's class.
+        trainer: The class of the trainer.
 
     Raises:
-        ConfigError: Raised by every call; the message lists the commands.
+        ConfigError: A command is a method of neither class.
     """
-    raise ConfigError(f"CLI.subcommands: {NOT_IN_CLI['subcommands']}")
+    found: dict[str, str] = {}
+    for name in commands:
+        method = getattr(kind, name, None) or getattr(trainer, name, None)
+        if method is None:
+            raise ConfigError(
+                f"{kind.__name__}.subcommands: {trainer.__name__} has no method {name}. Define {name}(self, model, "
+                f"datamodule) in a subclass of lumen.Trainer, and pass it as trainer_class; or in {kind.__name__}."
+            )
+        found[name] = LOOPS.get(name) or (inspect.getdoc(method) or "").partition("\n")[0]
+    return found
 
 
-def refuse_lightning_cli_methods(kind: type) -> None:
+def refuse_lightning_cli_methods(kind: type, commands: Iterable[str]) -> None:
     """Refuse methods of a script's class that only LightningCLI would call.
+
+    Args:
+        kind: The script's class.
+        commands: The names of its commands.
 
     Raises:
         ConfigError: The class has such methods; the message names the replacements.
     """
     defined = [name for base in kind.__mro__ if not base.__module__.startswith("lumen.") for name in vars(base)]
-    known = {f"{when}_{command}" for when in ("before", "after") for command in LOOPS}
+    known = {f"{when}_{command}" for when in ("before", "after") for command in commands}
     advice_by_name = {name: NOT_IN_CLI[name] for name in defined if name in NOT_IN_CLI}
     for name in defined:
-        if name.startswith(("before_", "after_")) and name not in {*known, "before_instantiate_classes"}:
+        if name.startswith(("before_", "after_")) and name not in {*known, *_CLASS_HOOKS}:
             close = difflib.get_close_matches(name, known, n=1)
             advice_by_name[name] = f"Did you mean {close[0]}?" if close else f"Lumen calls {', '.join(sorted(known))}."
     if advice_by_name:

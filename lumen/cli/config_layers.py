@@ -55,6 +55,7 @@ class Settings:
         command: The command of the settings; None for a script that runs its own loops.
         known: The names of all keys.
         groups: The keys whose value is a mapping of names to values.
+        commands: The names of all commands, under which a config file may have the settings of each command.
         script: The settings of the script, which all other layers override.
         files: The paths of the config files.
         words: The command line, as `parse_words` returns it.
@@ -71,6 +72,7 @@ class Settings:
         known: Collection[str],
         groups: Collection[str],
         *,
+        commands: Collection[str] = (),
         files: list[str],
         words: list[tuple[str, str]],
         script: Tree | None = None,
@@ -89,7 +91,7 @@ class Settings:
             (f"the environment variable {name}", merge({}, nest_value(keys, os.environ[name])))
             for name, keys in variables.items()
         ]
-        self._layers += [(file, merge({}, read_config(file))) for file in files]
+        self._layers += [(file, merge({}, _get_command_part(read_config(file), command, commands))) for file in files]
         self._layers.append(("the arguments", merge({}, arguments or {})))
         # All command-line arguments form one layer, so `--optimizer SGD` may come before or after `--optimizer.lr 1`.
         typed: Tree = reduce(merge, _make_word_trees((key, str(text)) for key, text in words), {})
@@ -337,6 +339,14 @@ def read_config(file: str) -> Tree:
     if not isinstance(tree, dict | None):
         raise ConfigError(f"the config file {file}: expected `key: value` lines, found {reprlib.repr(tree)}.")
     return tree or {}
+
+
+def _get_command_part(tree: Tree, command: str | None, commands: Collection[str]) -> Tree:
+    """Return the settings of a command in a config file that may have settings of several commands."""
+    if command is None or not {*commands} & tree.keys():
+        return tree
+    shared = {key: value for key, value in tree.items() if key not in {*commands, "subcommand"}}
+    return dict(merge(shared, tree.get(command) or {}))
 
 
 def _suggest_file(file: str) -> str:

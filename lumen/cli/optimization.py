@@ -81,8 +81,13 @@ class LookaheadOptions:
     alpha: float = 0.5
 
 
-def configure_optimizers(config: Namespace, task: TaskModule) -> Any:
+def configure_optimizers(config: Namespace, task: TaskModule, combine: Callable[..., Any] | None) -> Any:
     """Build the optimizer and schedulers of the settings, and return them like `configure_optimizers` of a task.
+
+    Args:
+        config: The settings of the command.
+        task: The task.
+        combine: The method `configure_optimizers` of a script's class, which decides what is returned; or None.
 
     Raises:
         ConfigError: Two settings contradict each other, or a class does not accept an argument.
@@ -92,9 +97,15 @@ def configure_optimizers(config: Namespace, task: TaskModule) -> Any:
     optimizer = _build_node(config.optimizer, _make_parameter_groups(config, task))
     if config.lookahead.k is not None:
         optimizer = Lookahead(optimizer, config.lookahead.k, config.lookahead.alpha)
-    return [optimizer], [
-        {**entry, "scheduler": _build_node(entry["scheduler"], optimizer)} for entry in _list_schedules(config)
-    ]
+    entries = [{**entry, "scheduler": _build_node(entry["scheduler"], optimizer)} for entry in _list_schedules(config)]
+    if combine is None:
+        return [optimizer], entries
+    if any(entry != {**vars(Schedule()), "scheduler": entry["scheduler"]} for entry in entries) or len(entries) > 1:
+        raise ConfigError(
+            "lr_schedule, and a list of lr_scheduler: configure_optimizers of the script's class decides the interval "
+            "of a single scheduler. Remove these settings, or the method."
+        )
+    return combine(task, optimizer=optimizer, lr_scheduler=entries[0]["scheduler"] if entries else None)
 
 
 def _list_schedules(config: Namespace) -> list[dict[str, Any]]:

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from argparse import Action
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import reduce
+from os import PathLike
+from pathlib import Path
 from typing import Any, final
 
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter  # type: ignore[attr-defined]
+import yaml
+from jsonargparse import (  # type: ignore[attr-defined]
+    ActionConfigFile,
+    ArgumentError,
+    ArgumentParser,
+    DefaultHelpFormatter,
+    Namespace,
+)
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lumen.callbacks import Callback
 from lumen.checkpoint import Weights
 from lumen.cli.classes import find_class, get_defaults
+from lumen.cli.commands import LOOPS
 from lumen.cli.config_layers import NODE, Tree, is_class, merge, nest_value
+from lumen.cli.interpolation import escape_references, put_references
 from lumen.cli.optimization import LookaheadOptions, ParameterGroups, Schedule
+from lumen.cli.yaml_text import dump_yaml
 from lumen.errors import ConfigError
+from lumen.internals.atomic_files import write_private
+from lumen.internals.masking import References, mask_secrets
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
@@ -39,7 +53,7 @@ class Options:
     """Options of the command itself.
 
     Args:
-        seed_everything: The run's seed. Default, and true: a random seed, which is recorded.
+        seed_everything: The run's seed. Default, true and false: a random seed, which is recorded.
         ckpt_path: The checkpoint: best, last, the path of a checkpoint or run, or weights in the form of
             trainer.init_from.
         average: The weights: parameters, EMA, SWA, last:5 or best:3 for the mean of checkpoints, or a list of paths.
@@ -82,6 +96,8 @@ class OptionParser(ArgumentParser):
         linked: The source arguments of each argument that is computed from others.
         callbacks: The groups whose objects are callbacks of the trainer.
         script: The defaults that the script sets, which all other settings override.
+        references: The references to the environment in the settings, by their place.
+        taken: The arguments of the model that Lumen took from the data, with their values.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -93,6 +109,21 @@ class OptionParser(ArgumentParser):
         self.linked: dict[str, str] = {}
         self.callbacks: list[str] = []
         self.script: Tree = {}
+        self.references: References = {}
+        self.taken: dict[str, Any] = {}
+
+    def add_argument(self, *args: Any, **settings: Any) -> Any:
+        """Add an option; `action="store_true"` is a bool that config files may set too.
+
+        Raises:
+            ConfigError: The action is `store_false`: an option without a value means true.
+        """
+        if settings.get("action") == "store_false":
+            raise ConfigError(f"add_argument{args}: store_false is not supported. Write type=bool, default=True.")
+        if settings.get("action") == "store_true":
+            del settings["action"]
+            settings = {"type": bool, "default": False, **settings}
+        return super().add_argument(*args, **settings)
 
     def list_sections(self) -> set[str]:
         """Return the first names of all options."""
@@ -117,15 +148,26 @@ class OptionParser(ArgumentParser):
         self.bases[nested_key] = baseclass
         return super().add_subclass_arguments(baseclass, nested_key, *args, **settings)
 
-    def add_lightning_class_args(self, kind: type, nested_key: str) -> None:
+    def add_lightning_class_args(
+        self, lightning_class: type, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> Any:
         """Add the arguments of a class as options; Lumen builds an object, and adds it to the callbacks if it is one.
 
         Args:
-            kind: The class, such as EarlyStopping.
+            lightning_class: The class, such as EarlyStopping.
             nested_key: The prefix of the options.
+            subclass_mode: True if the settings name a class derived from `lightning_class`.
+            required: With `subclass_mode`: True if the settings must name a class.
+
+        Raises:
+            ConfigError: `lightning_class` is not a class.
         """
-        self.add_class_arguments(kind, nested_key, fail_untyped=False)
-        self.callbacks += [nested_key] if issubclass(kind, Callback) else []
+        if not isinstance(lightning_class, type):
+            raise ConfigError(f"add_lightning_class_args: expected a class, found {lightning_class!r}.")
+        self.callbacks += [nested_key] if issubclass(lightning_class, Callback) else []
+        if subclass_mode:
+            return self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
+        return self.add_class_arguments(lightning_class, nested_key, fail_untyped=False)
 
     def add_optimizer_args(
         self, optimizer_class: type | tuple[type, ...] = Optimizer, nested_key: str = "optimizer", link_to: str = ""
@@ -200,6 +242,72 @@ class OptionParser(ArgumentParser):
             raise ConfigError(f"link_arguments({source!r}, {target!r}): {error}") from error
         self.linked[shorten_key(target)] = " and ".join(sources)
 
+    def make_record(self, config: Namespace, *, skip_unset: bool = False) -> dict[str, Any]:
+        """Return the settings of a command as plain data, from which `--config` repeats the run.
+
+        Args:
+            config: The settings of the command.
+            skip_unset: True to omit settings whose value is None.
+        """
+        record: dict[str, Any] = yaml.safe_load(super().dump(config, skip_unset=skip_unset))
+        if (several := record.get("lr_scheduler")) and "class_path" not in several:
+            record["lr_scheduler"] = list(several.values())
+        record = escape_references(record)
+        put_references(record, self.references)
+        if self.taken:
+            node = record["model"]
+            (node.setdefault("init_args", {}) if is_class(node) else node).update(self.taken)
+        return record
+
+    def dump(
+        self,
+        namespace: Namespace,
+        format: str = "yaml",
+        skip_unset: bool = True,
+        skip_default: bool = False,
+        *,
+        skip_none: bool | None = None,
+        **options: Any,
+    ) -> str:
+        """Return settings as YAML, with secrets masked.
+
+        Args:
+            namespace: The settings: `cli.config`, or those of a command.
+            format: Only YAML.
+            skip_unset: True to omit settings whose value is None.
+            skip_default: True to omit default values.
+            skip_none: Other name of `skip_unset`.
+            options: Further options of jsonargparse, without effect.
+
+        Raises:
+            ConfigError: The format is not YAML.
+        """
+        if format not in ("yaml", "parser_mode"):
+            raise ConfigError(f"parser.dump: {format=} is not supported. Use yaml.safe_load(parser.dump(config)).")
+        command = namespace.get("subcommand")
+        record = self.make_record(
+            namespace[command] if command else namespace, skip_unset=skip_unset if skip_none is None else skip_none
+        )
+        record.pop("config", None)
+        record = self.drop_defaults(record) if skip_default else record
+        return dump_yaml(mask_secrets({command: record} if command else record))
+
+    def save(self, namespace: Namespace, path: str | PathLike[str], *, overwrite: bool = False, **options: Any) -> None:
+        """Write the text of `dump` to a file.
+
+        Args:
+            namespace: The settings.
+            path: The path of the file.
+            overwrite: True to replace an existing file.
+            options: The options of `dump`; `multifile` has no effect, because the settings are one file.
+
+        Raises:
+            FileExistsError: The file exists, and `overwrite` is False.
+        """
+        if not overwrite and Path(path).exists():
+            raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True.")
+        write_private(Path(path), self.dump(namespace, **options))
+
     def drop_defaults(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings as plain data, without values that equal the defaults of options and classes.
 
@@ -267,7 +375,9 @@ class CommandOptions:
     optimizers: bool = True
     trainer: type = Trainer
 
-    def add_to(self, parser: OptionParser, command: str | None, schedulers: int | None) -> None:
+    def add_to(
+        self, parser: OptionParser, command: str | None, schedulers: int | None, skip: Iterable[str] = ()
+    ) -> list[str]:
         """Add the options; every command accepts the options of fit, so that each command reads a run's config.
 
         Args:
@@ -276,11 +386,15 @@ class CommandOptions:
                 runs.
             schedulers: The number of learning-rate schedulers in a list; None if the settings have at most one, not in
                 a list.
+            skip: The arguments of the trainer's method that are no options, if the script defines the command.
+
+        Returns:
+            The options that are arguments of the trainer's method.
         """
         parser.add_argument(
             "--config", action=ActionConfigFile, help="A YAML file of settings; a later file overrides an earlier one."
         )
-        unused = {"ckpt_path", "average", "output"} if command in ("fit", None) else set()
+        unused = set() if command in ("validate", "test", "predict") else {"ckpt_path", "average", "output"}
         parser.add_class_arguments(Options, as_group=False, skip=unused)
         for key, kind, fixed in ("data", self.data, self.fixed_data), ("model", self.model, self.fixed_model):
             if fixed:
@@ -291,6 +405,9 @@ class CommandOptions:
         if self.optimizers:
             _add_optimization(parser, schedulers)
         parser.add_class_arguments(self.trainer, "trainer", skip=SUPPLIED["trainer"], instantiate=False)
+        if command is None or command in LOOPS or not hasattr(self.trainer, command):
+            return []
+        return list(parser.add_method_arguments(self.trainer, command, skip={*skip}, fail_untyped=False))
 
 
 def _add_optimization(parser: OptionParser, schedulers: int | None) -> None:

@@ -7,16 +7,18 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 import yaml
+from jsonargparse import Namespace
 from rich.console import Console
 from rich.table import Table
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.format.safetensors_file import write_safetensors
 from lumen.cli.interpolation import escape_references
+from lumen.cli.options import OptionParser
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, DataError
@@ -32,20 +34,65 @@ _BRIEF_CHARACTERS.maxstring = 80
 _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", ".safetensors")}
 
 
-@final
-class SaveConfig(Callback):
-    """Callback that writes the resolved config into the run directory, and keeps a copy of a different older config."""
+class SaveConfigCallback(Callback):
+    """Callback that writes the settings to `config.yaml` in the run directory, and keeps a different older file.
 
-    def __init__(self, record: dict[str, Any]) -> None:
-        self._record = record
+    A subclass may define `save_config`, for example to pass the settings to a logger.
+
+    Args:
+        parser: The parser; `self.parser.dump(self.config)` is the settings as YAML.
+        config: The settings of the command.
+        config_filename: Only `config.yaml`, the file that other commands read.
+        overwrite: Without effect: Lumen keeps an older file with other settings as `config-N.yaml`.
+        multifile: Without effect: the settings are one file.
+        save_to_log_dir: False: Lumen writes no file, and calls only `save_config`.
+
+    Raises:
+        ConfigError: `config_filename` is another name.
+    """
+
+    def __init__(
+        self,
+        parser: OptionParser,
+        config: Namespace,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+    ) -> None:
+        if config_filename != "config.yaml":
+            raise ConfigError(
+                f"config_filename={config_filename!r}: Lumen reads the settings of a run from config.yaml. Leave "
+                "config_filename out; for a second file call self.parser.save(self.config, PATH) in save_config."
+            )
+        self.parser, self.config, self.config_filename = parser, config, config_filename
+        self.overwrite, self.multifile, self.save_to_log_dir = overwrite, multifile, save_to_log_dir
+        self.already_saved = False
+
+    def save_config(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Save the settings in another place; called once, in the first process, before the first stage.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The task.
+            stage: The stage: fit, validate, test or predict.
+        """
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Call `save_config`."""
+        if trainer.is_global_zero and not self.already_saved:
+            self.save_config(trainer, pl_module, stage)
+        self.already_saved = True
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Write the config after everything is loaded, so that a resume that fails keeps the old config."""
-        if trainer.run_directory is None or not trainer.is_global_zero:
+        """Write the file after everything is loaded, so that a resume that fails keeps the old file."""
+        if not self.save_to_log_dir or trainer.run_directory is None or not trainer.is_global_zero:
             return
+        record = self.parser.make_record(self.config)
+        record.pop("config", None)
         of_run = {"name": escape_references(trainer.run_directory.name), "resume": None, "resume_parts": None}
-        self._record["trainer"] |= of_run
-        path, written = trainer.run_directory / "config.yaml", mask_secrets(self._record)
+        record["trainer"] |= of_run
+        path, written = trainer.run_directory / "config.yaml", mask_secrets(record)
         if path.exists() and not _holds_record(before := path.read_text(encoding="utf-8"), written):
             kept = (path.with_name(f"config-{number}.yaml") for number in count(1))
             write_private(next(other for other in kept if not other.exists()), before)

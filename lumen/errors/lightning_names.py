@@ -111,24 +111,29 @@ NEUTRAL_IN_LOGGERS: Mapping[str, tuple[Any, ...]] = {
 #: Replacements for arguments of `CLI`.
 INSTEAD_IN_CLI = {
     "load_from_checkpoint_support": "Leave it out: checkpoints contain the hyperparameters of save_hyperparameters.",
-    "multifile": "Leave it out: Lumen saves the config as one file.",
     "parser_class": "Use add_arguments_to_parser, which receives the parser.",
     "save_config_filename": "Leave it out: Lumen saves the config as config.yaml in the run directory.",
-    "save_config_kwargs": "Leave it out: Lumen writes the config to the run directory, and keeps a different old one.",
     "save_config_overwrite": "Leave it out: Lumen keeps the old config of a resumed run if the new config differs.",
     "seed_everything_seed": "Use seed_everything_default.",
 }
 
 #: Methods that subclasses of `LightningCLI` may define, but subclasses of Lumen's `CLI` may not.
 NOT_IN_CLI = {
+    "_instantiate_trainer": "Use instantiate_trainer.",
     "add_core_arguments_to_parser": "Use add_arguments_to_parser.",
     "add_default_arguments_to_parser": "Use add_arguments_to_parser.",
-    "configure_optimizers": "Define it in the task, or set optimizer and lr_scheduler.",
     "init_parser": "Use add_arguments_to_parser.",
     "link_optimizers_and_lr_schedulers": "Define configure_optimizers in the task.",
     "parse_arguments": "Use before_instantiate_classes, where the settings are self.config.",
     "setup_parser": "Use add_arguments_to_parser.",
-    "subcommands": "The commands are fit, validate, test and predict; for others write a script with run=False.",
+}
+
+#: Attributes of Lightning's `LightningCLI` that Lumen's `CLI` lacks.
+ATTRIBUTES_OF_CLI = {
+    **NOT_IN_CLI,
+    "_add_arguments": "Use add_arguments_to_parser.",
+    "_parser": "Read self.parser.",
+    "config_dump": "Write yaml.safe_load(self.parser.dump(self.config))[self.subcommand].",
 }
 
 #: Packages of the classes in configs for Lightning.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.cli import LightningCLI
 
 import lumen
 from lumen.cli.classes import find_class
@@ -161,7 +162,7 @@ def test_arguments_can_be_linked_added_and_defaulted():
     assert (made.model.hparams.label, made.model.width, made.model.hparams.lr) == ("of 6", 3, 0.125)
     assert (made.config.fit.note, made.config.fit.tries) == ("a: b", 1)
     (timer,) = [each for each in made.trainer.callbacks if isinstance(each, lumen.Timer)]
-    assert made.config_init.timer is timer
+    assert made.config_init.fit.timer is timer
     kept = read_saved_config("runs/line")
     assert (kept["note"], kept["timer"]["duration"], kept["trainer"]["max_steps"]) == ("a: b", "00:01:00:00", 1)
     assert kept["model"].keys().isdisjoint({"width", "label"})  # linked a second time
@@ -227,8 +228,8 @@ class Nested(lumen.CLI):
 def test_added_arguments_may_be_nested_and_name_classes():
     made = Nested(Line, Points, args=["fit", "--extra=Timer", "--extra.duration=00:00:01:00"])
     assert (made.config.fit.sizes.small, made.model.hparams.lr) == (4, 0.25)
-    assert type(made.config_init.extra) is lumen.Timer
-    assert made.config_init.saver not in made.trainer.callbacks  # add_lightning_class_args puts the argument there
+    assert type(made.config_init.fit.extra) is lumen.Timer
+    assert made.config_init.fit.saver not in made.trainer.callbacks  # add_lightning_class_args puts the argument there
     said = catch_error("--sizes.small=few", "--extra=Tmer", "--saver.mode=mean", kind=Nested)
     assert "sizes.small (the command line): expected int, found 'few'." in said
     assert "extra (the command line): lumen has no class Tmer. Did you mean Timer?" in said
@@ -294,6 +295,41 @@ def test_without_automatic_optimizers_there_is_no_such_setting():
 class Two(lumen.CLI):
     def add_arguments_to_parser(self, parser):
         parser.add_optimizer_args(torch.optim.AdamW, nested_key="generator", link_to="model.generator")
+
+
+class Stepping(lumen.CLI):
+    @staticmethod
+    def configure_optimizers(lightning_module, optimizer, lr_scheduler=None):
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
+
+
+def test_script_combines_optimizer_and_scheduler_of_settings():
+    words = [*QUIET, "--optimizer=SGD", "--optimizer.lr=1", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5"]
+    made = Stepping(Line, Points, args=["fit", *words])
+    assert made.trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+    assert "decides the interval" in catch_error(
+        *words[3:], "--lr_schedule.interval=epoch", "--lr_schedule.frequency=2", kind=Stepping
+    )
+    built = lumen.CLI(Line, Points, run=False, args=words)
+    built.config["model"]["lr"] = 0.5
+    built.instantiate_classes()
+    built.trainer.fit(built.model, built.datamodule)
+    assert (built.model.hparams.lr, built.trainer.optimizers[0].param_groups[0]["lr"]) == (0.5, 1.0)
+
+
+class Flagged(lumen.CLI):
+    def add_arguments_to_parser(self, parser):
+        parser.add_argument("--loud", action="store_true")
+        parser.add_lightning_class_args(lumen.Callback, "extra", subclass_mode=True, required=False)
+        parser.add_lightning_class_args(lumen.Callback, "other", subclass_mode=True, required=False)
+
+
+def test_switches_and_optional_classes_of_a_script():
+    made = Flagged(Line, Points, args=["fit", *QUIET, "--loud", "--extra=Timer"])
+    assert (made.config.fit.loud, type(made.trainer.callbacks[-1])) == (True, lumen.Timer)
+    assert Flagged(Line, Points, args=QUIET, run=False).config.loud is False
+    with pytest.raises(ConfigError, match="Write type=bool, default=True"):
+        made.parser.add_argument("--quiet", action="store_false")
 
 
 def test_several_optimizers_belong_into_the_task():
@@ -380,20 +416,111 @@ def test_seeds_of_scripts():
     words = ["fit", *QUIET[:2]]
     assert lumen.CLI(Line, Points, args=words, seed_everything_default=11).trainer.seed == 11
     assert isinstance(lumen.CLI(Line, Points, args=words, seed_everything_default=True).trainer.seed, int)
-    assert "a run always has a seed" in catch_error(seed_everything_default=False)
+    drawn = lumen.CLI(Line, Points, args=[*words, "--seed_everything=false"], seed_everything_default=False)
+    assert isinstance(drawn.config.fit.seed_everything, int)
+    assert read_saved_config(drawn.trainer.run_directory)["seed_everything"] == drawn.trainer.seed
 
 
-class Keeping(lumen.Callback):
-    def __init__(self, config):
-        self.config = config
+class Keeping(lumen.SaveConfigCallback):
+    def __init__(self, *args, note="", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.note, self.kept = note, []
+
+    def save_config(self, trainer, pl_module, stage):
+        config = self.parser.dump(self.config, skip_none=False)
+        trainer.logger.log_hyperparams({"config": config})
+        self.kept.append((stage, self.note, config, self.config.model.lr))
+        self.parser.save(self.config, "mine.yaml", skip_none=False, overwrite=self.overwrite, multifile=self.multifile)
 
 
-def test_save_config_callback_can_be_replaced_or_disabled():
-    made = call_cli("fit", save_config_callback=Keeping)
-    assert made.trainer.callbacks[0].config["model"]["lr"] == 0.01
-    assert not Path("runs/line/config.yaml").exists()
+def test_save_config_callback_may_log_the_settings():
+    options = {"save_config_callback": Keeping, "trainer_defaults": {"logger": lumen.CSVLogger()}}
+    made = call_cli("fit", save_config_kwargs={"overwrite": True, "note": "x"}, **options)
+    ((stage, note, text, lr),) = made.trainer.callbacks[0].kept
+    assert (stage, note, lr, yaml.safe_load(text)["seed_everything"]) == ("fit", "x", 0.01, 7)
+    assert yaml.safe_load(text)["model"] == read_saved_config()["model"]
+    again = lumen.CLI(Line, Points, args=["fit", "--config", "mine.yaml"]).model
+    assert torch.equal(again.layer.weight, made.model.layer.weight)
+    made = call_cli("test", save_config_kwargs={"overwrite": True}, **options)
+    assert [kept[0] for kept in made.trainer.callbacks[0].kept] == ["test"]
+    with pytest.raises(FileExistsError, match=r"mine\.yaml exists"):
+        call_cli("fit", save_config_kwargs={"save_to_log_dir": False}, **options)
+    assert not Path("runs/line-3/config.yaml").exists()
+
+
+def test_save_config_callback_can_be_disabled():
     call_cli("fit", save_config_callback=None)
-    assert not Path("runs/line-2/config.yaml").exists()
+    assert Path("runs/line").exists()
+    assert not Path("runs/line/config.yaml").exists()
+    assert "reads the settings of a run from config.yaml" in catch_error(
+        save_config_kwargs={"config_filename": "x.yaml"}
+    )
+
+
+class Dumping(lumen.CLI):
+    def before_instantiate_classes(self):
+        self.record = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+        self.save_config_callback = None
+
+    def after_instantiate_classes(self):
+        self.model.seen = self.trainer_defaults
+
+
+def test_hooks_read_settings_and_arguments_of_the_class():
+    made = Dumping(Line, Points, args=["fit", *QUIET], trainer_defaults={"max_steps": 1})
+    assert (made.record["fit"]["model"]["lr"], made.record["fit"]["trainer"]["max_epochs"]) == (0.01, None)
+    assert made.model.seen == {"max_steps": 1}
+    assert not Path("runs/line/config.yaml").exists()
+    assert made._get(made.config_init, "model") is made.config_init.fit.model is made.model
+    with pytest.raises(AttributeError, match=r"Write yaml\.safe_load"):
+        made.config_dump  # noqa: B018
+
+
+def test_secrets_are_masked_in_dumped_settings():
+    class Secret(Line):
+        def __init__(self, width: int, api_key: str = "abc"):
+            super().__init__(width)
+
+    made = lumen.CLI(Secret, Points, args=QUIET, run=False)
+    assert yaml.safe_load(made.parser.dump(made.config))["model"]["api_key"] == "<masked>"
+
+
+class Trainable(lumen.Trainer):
+    def fit_twice(self, model, datamodule=None, times: int = 2, quiet: bool = False):
+        """Train several times."""
+        self.lengths = [self.fit(model, datamodule) or self.global_step for _ in range(times)]
+
+
+class Commands(lumen.CLI):
+    called = ()
+
+    @staticmethod
+    def subcommands():
+        return {"fit": lumen.CLI.subcommands()["fit"], "fit_twice": {"model", "datamodule"}, "show": {"model"}}
+
+    def before_fit_twice(self):
+        self.called = (*self.called, "before")
+
+    def fit(self, model, datamodule):
+        self.called = (*self.called, type(model.configure_optimizers()).__name__)
+
+    def show(self, model, **options):
+        self.called = (*self.called, sorted(options))
+
+
+def test_script_adds_and_removes_commands(capsys):
+    assert lumen.CLI.subcommands() == LightningCLI.subcommands()
+    made = Commands(Line, Points, args=["fit_twice", *QUIET, "--times=3", "--quiet"], trainer_class=Trainable)
+    assert (made.trainer.lengths, made.called, made.config.fit_twice.quiet) == ([2, 2, 2], ("before",), True)
+    for command, called in (("fit", "list"), ("show", ["datamodule"])):
+        words = [command, *QUIET, *["--optimizer=SGD"] * (command == "fit"), *["--optimizer.lr=1"] * (command == "fit")]
+        assert Commands(Line, Points, args=words, trainer_class=Trainable).called == (called,)
+    with pytest.raises(ConfigError, match="has no command test. Did you mean fit"):
+        Commands(Line, Points, args=["test"], trainer_class=Trainable)
+    with pytest.raises(SystemExit):
+        Commands(Line, Points, args=["--help"], trainer_class=Trainable)
+    assert "fit_twice  Train several times." in capsys.readouterr().out
+    assert "Trainer has no method fit_twice" in catch_error(kind=Commands)
 
 
 def test_default_config_files_have_lowest_priority():
@@ -402,12 +529,16 @@ def test_default_config_files_have_lowest_priority():
     for files in ({"default_config_files": ["own.yaml", "none.yaml"]}, {"fit": {"default_config_files": ["own.yaml"]}}):
         made = call_cli("fit", "--config", "mine.yaml", parser_kwargs={**files, "parser_mode": "omegaconf"})
         assert (made.model.hparams.lr, made.model.hparams.widths) == (0.25, (7,))
+    Path("both.yaml").write_text("fit:\n  model: {lr: 0.5, widths: [7]}\ntest:\n  model: {lr: 9}\n")
+    assert call_cli("fit", parser_kwargs={"default_config_files": ["both.yaml"]}).model.hparams.widths == (7,)
+    words = ["--config", "both.yaml", "fit", *QUIET, "--model.lr=2"]
+    assert lumen.CLI(Line, Points, args=words).model.hparams == {"lr": 2.0, "width": 3, "widths": (7,), "label": None}
     assert "found env_prefix='MY'" in catch_error(parser_kwargs={"env_prefix": "MY"})
 
 
 def test_unsupported_lightning_argument_names_its_replacement():
-    with pytest.raises(ConfigError, match="CLI has no argument save_config_kwargs"):
-        lumen.CLI(Line, save_config_kwargs={"overwrite": True}, args=["fit"])
+    with pytest.raises(ConfigError, match="CLI has no argument parser_class"):
+        lumen.CLI(Line, parser_class=object, args=["fit"])
 
 
 # ---------------------------------------------------------------------- run=False, arguments of other programs

@@ -83,7 +83,7 @@ class _CheckCLI(CLI):
 
     def __init__(self, report: CheckReport, samples: int, words: list[str]) -> None:
         self._report, self._samples = report, samples
-        super().__init__(args=["fit", *words])
+        super().__init__(args=["fit", *words], save_config_callback=None)
 
     def _build_and_run(self) -> None:
         config = self._get_command_settings(self.config)

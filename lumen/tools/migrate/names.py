@@ -34,7 +34,6 @@ ELSEWHERE: Mapping[str, str] = {
     "LightningArgumentParser": "lumen.cli.options.OptionParser",
     "LightningEnum": "enum.StrEnum",
     "MisconfigurationException": "lumen.errors.ConfigError",
-    "SaveConfigCallback": "lumen.cli.outputs.SaveConfig",
 }
 
 

@@ -59,7 +59,7 @@ class _BuiltCLI(CLI):
 
     def __init__(self, words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> None:
         self._change = change
-        super().__init__(args=["fit", *words, "--seed_everything", str(seed)])
+        super().__init__(args=["fit", *words, "--seed_everything", str(seed)], save_config_callback=None)
 
     def _build_and_run(self) -> None:
         config = self._get_command_settings(self.config)
@@ -71,7 +71,7 @@ class _BuiltCLI(CLI):
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
         """Build the trainer with the changed arguments."""
-        return super().instantiate_trainer(**self._change(self.config_init.trainer.as_dict()))
+        return super().instantiate_trainer(**self._change(self.config_init.fit.trainer.as_dict()))
 
 
 def build_from_words(words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> BuiltTraining:
