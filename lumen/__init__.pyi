@@ -57,6 +57,7 @@ from lumen.strategies import SingleDevice as SingleDevice, Strategy as Strategy
 from lumen.strategies.ddp import DDP as DDP
 from lumen.strategies.fsdp import FSDP as FSDP
 from lumen.task.data_module import DataModule as DataModule
+from lumen.task.hyperparameters import HyperparametersMixin as HyperparametersMixin
 from lumen.task.task_module import TaskModule as TaskModule
 from lumen.task.teacher import Teacher as Teacher
 from lumen.tools.report.callback import Report as Report

@@ -24,7 +24,7 @@ from lumen.errors.arguments import expand_path
 from lumen.internals.masking import References, mask_secrets
 from lumen.random import check_seed, draw_seed
 from lumen.task.data_module import DataModule
-from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.hyperparameters import HyperparametersMixin
 from lumen.task.task_module import TaskModule
 
 
@@ -120,7 +120,7 @@ def record_hyperparameters(
     """
     taken: dict[str, Any] = {}
     for key, owner in (("model", model), ("data", data)):
-        if isinstance(owner, HasHyperparameters):
+        if isinstance(owner, HyperparametersMixin):
             found = {path[2:]: each for path, each in references.items() if path[:2] == (key, "init_args")}
             owner._set_references(found)
     for name in links:

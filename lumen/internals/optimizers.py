@@ -25,6 +25,29 @@ except (ImportError, AttributeError):
 _ZERO_GRAD = Optimizer.zero_grad  # the function as it is now, because user code may replace it
 
 
+class ForwardingOptimizer:
+    """View of an optimizer that isinstance takes for it, and that forwards other attributes to it.
+
+    Attributes:
+        optimizer: The torch optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance reads this attribute
+        return type(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+
 @final
 class StepGuard:
     """Hook that calls a function before every `step` of an optimizer, except for calls of `get_unwrapped_step`.

@@ -26,6 +26,7 @@ from lumen.console import logger as _log
 from lumen.data.nested import detach_all
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
+from lumen.internals.optimizers import ForwardingOptimizer
 from lumen.internals.tensors import get_version
 from lumen.loop.micro_batch import accumulate_gradient, begin_weighting
 from lumen.loop.step_in_parts import StepInParts, reduce_max_samples, warn_of_parts
@@ -314,7 +315,7 @@ def update_by_task(run: Run, window: AccumulationWindow, closure: Evaluate | Non
 
 
 @final
-class StepOptimizer:
+class StepOptimizer(ForwardingOptimizer):
     """Optimizer that `optimizer_step` of a task gets. It forwards other attributes to the run's optimizer.
 
     Args:
@@ -327,11 +328,9 @@ class StepOptimizer:
     """
 
     def __init__(self, run: Run, closure: Evaluate | None) -> None:
+        super().__init__(run.optim.optimizer)
         self._run, self._closure = run, closure
         self.has_moved = self.was_called = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run.optim.optimizer, name)
 
     def step(self, closure: Evaluate | None = None) -> Any:
         """Update the parameters, unless gradients overflowed in fp16. Returns the loss that `closure` returned."""

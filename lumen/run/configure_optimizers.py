@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
@@ -19,6 +19,7 @@ from lumen.optim import MultiOptimizer, Schedule, Warmup, needs_closure
 from lumen.precision import Precision
 from lumen.run.gradients import list_parameters
 from lumen.run.scheduler_config import SchedulerConfig
+from lumen.task.hooks import is_overridden
 from lumen.task.materialize import update_references
 from lumen.task.task_module import TaskModule
 
@@ -54,6 +55,11 @@ def build_optimizers(
         ) from error
     optimizers, schedulers = _unpack_returned(returned)
     for each in optimizers:
+        if each is None:
+            raise ConfigError(
+                "configure_optimizers returned None, but fit needs an optimizer. To train nothing, set "
+                "automatic_optimization = False, and return torch.optim.SGD(self.parameters(), lr=0.0)."
+            )
         if not isinstance(each, Optimizer) or not hasattr(each, "param_groups"):
             raise ConfigError(
                 f"configure_optimizers returned {describe_type(each)}; expected a torch.optim.Optimizer, "
@@ -85,7 +91,9 @@ def build_optimizers(
             "parameters, or set their requires_grad to False, which saves the memory of their gradients",
             len(left_out), ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else ""),
         )  # fmt: skip
-    configs = _list_manual_schedulers(schedulers) if is_manual else _pair_with_warmup(_iterate_configs(schedulers))
+    configs = (
+        _list_manual_schedulers(schedulers) if is_manual else _pair_with_warmup(_iterate_configs(task, schedulers))
+    )
     for config in configs:
         moved = getattr(config.scheduler, "optimizer", optimizer)
         if not {*map(id, moved.param_groups)} <= {*map(id, optimizer.param_groups)}:
@@ -112,7 +120,7 @@ def _list_manual_schedulers(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
     for entry in schedulers:
         options = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
         ignored_keys |= set(options) - {"scheduler", "name"}
-        configs.append(SchedulerConfig(_check_scheduler(options.get("scheduler")), "hand"))
+        configs.append(SchedulerConfig(_check_scheduler(options.get("scheduler")), "hand", name=options.get("name")))
     if ignored_keys:
         _log.warning(
             "lr_scheduler: configure_optimizers returned %s, which manual optimization ignores. Call step() of each "
@@ -125,9 +133,14 @@ def _list_manual_schedulers(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
 def _unpack_returned(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     if isinstance(returned, Mapping):
         if "optimizer" not in returned or set(returned) - {"optimizer", "lr_scheduler", "monitor"}:
+            hints = {"scheduler": 'Write "lr_scheduler" instead of "scheduler".', "lr_schedulers": "Return "
+                     "([optimizer], [scheduler, ...]) for several schedulers.", "frequency": 'The frequency of a '
+                     'scheduler belongs into {"scheduler": ..., "frequency": ...}; optimizers take turns in manual '
+                     "optimization."}  # fmt: skip
+            advice = [hint for key, hint in hints.items() if key in returned]
             raise ConfigError(
-                f"configure_optimizers returned a dictionary with the keys {', '.join(map(str, returned))}; "
-                'expected "optimizer" and optionally "lr_scheduler".'
+                f"configure_optimizers returned a dictionary with the keys {', '.join(map(str, returned))}; expected "
+                f'"optimizer" and optionally "lr_scheduler" and "monitor". {" ".join(advice)}'.rstrip()
             )
         scheduler = returned.get("lr_scheduler")
         if scheduler is not None and "monitor" in returned and not isinstance(scheduler, Mapping):
@@ -143,7 +156,7 @@ def _unpack_returned(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     return [returned], []
 
 
-def _iterate_configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
+def _iterate_configs(task: TaskModule, schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
     """Yield the schedulers of the user's entries; two for an entry whose warm-up has a separate interval.
 
     A key `warmup_steps` or `warmup_epochs` becomes a `Warmup` around the scheduler.
@@ -156,8 +169,7 @@ def _iterate_configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
             )
         if "scheduler" not in options:
             raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
-        _check_scheduler(options["scheduler"])
-        options.pop("name", None)
+        _check_scheduler(options["scheduler"], needs_step=not is_overridden(task, "lr_scheduler_step"))
         reduces = options.pop("reduce_on_plateau", None)  # Lightning needs this key, Lumen does not.
         warmup = [options.pop(key, None) for key in _WARMUP]
         config = SchedulerConfig(**options)
@@ -226,15 +238,19 @@ def _check_config(config: SchedulerConfig, inner_scheduler: Any, *, reduces: boo
         )
 
 
-def _check_scheduler(scheduler: Any) -> Any:
+def _check_scheduler(scheduler: Any, *, needs_step: bool = False) -> Any:
     """Return a scheduler; raise an error for anything else."""
     if isclass(scheduler):
         raise ConfigError(
             f"lr_scheduler: expected a scheduler, found {describe_type(scheduler)}. Create one: "
             f"{scheduler.__name__}(optimizer, ...)."
         )
-    if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):
-        raise ConfigError(f"lr_scheduler: expected a scheduler, found {type(scheduler).__name__}.")
+    methods = ["state_dict", "load_state_dict", *["step"] * needs_step]
+    if missing := [name for name in methods if not hasattr(scheduler, name)]:
+        advice = " To call another method, define lr_scheduler_step in the task." if missing == ["step"] else ""
+        raise ConfigError(
+            f"lr_scheduler: expected a scheduler, found {type(scheduler).__name__}, which has no {missing[0]}.{advice}"
+        )
     return scheduler
 
 

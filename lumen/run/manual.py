@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
-from lumen.internals.optimizers import drop_gradients, get_unwrapped_step, mark_as_stepped
+from lumen.internals.optimizers import ForwardingOptimizer, drop_gradients, get_unwrapped_step, mark_as_stepped
 from lumen.optim import needs_closure
 from lumen.precision import Precision
 from lumen.run.configure_optimizers import make_closure_in_fp16_error
@@ -47,7 +47,7 @@ def check_plan(task: TaskModule, plan: Plan) -> None:
 
 
 @final
-class ManualOptimizer:
+class ManualOptimizer(ForwardingOptimizer):
     """Optimizer that a task gets in manual optimization. It forwards other attributes to the torch optimizer.
 
     Args:
@@ -65,19 +65,16 @@ class ManualOptimizer:
     """
 
     def __init__(self, manual: ManualOptimization, optimizer: Optimizer) -> None:
-        self._manual = manual
-        self.optimizer, self.needs_closure = optimizer, needs_closure(optimizer)
+        super().__init__(optimizer)
+        self._manual, self.needs_closure = manual, needs_closure(optimizer)
         self.is_registered = self.was_called = self.has_warned = False
         self.note_used()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.optimizer, name)
+        found = super().__getattr__(name)
         if name.endswith("_step") and callable(found) and not hasattr(Optimizer, name):  # such as SAM's `first_step`
             return partial(self._manual.step_part, self, found)
         return found
-
-    def __repr__(self) -> str:
-        return repr(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters, unless gradients overflowed in fp16 or a hook asks for no update.
@@ -89,7 +86,12 @@ class ManualOptimizer:
         Returns:
             The loss that the closure returned; None without a closure. If the optimizer needs a closure, the loss is
             the mean over the batches of all processes.
+
+        Raises:
+            ConfigError: The closure is not a function.
         """
+        if closure is not None and not callable(closure):
+            raise ConfigError(f"optimizer.step: expected a function that returns the loss, found {closure!r}.")
         return self._manual.step(self, closure, options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -43,6 +43,7 @@ class SchedulerConfig:
         unread: The monitor's newest value, if the scheduler has not stepped since.
         has_value: True if the monitor has had a value, in an earlier part of the run too.
         mover: The task's `lr_scheduler_step`, called with the scheduler and the monitor's value or None.
+        name: The name that `configure_optimizers` gave the scheduler, or None.
     """
 
     scheduler: Any
@@ -54,6 +55,12 @@ class SchedulerConfig:
     unread: float | None = None
     has_value: bool = False
     mover: Callable[[Any, float | None], None] | None = None
+    name: str | None = None
+
+    @property
+    def reduce_on_plateau(self) -> bool:
+        """True if the scheduler reads the values of its monitor."""
+        return isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
 
     def __post_init__(self) -> None:
         """Count the groups of a scheduler that was built for a fixed number of groups."""

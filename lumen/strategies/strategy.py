@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from lumen.data.nested import fill_tensors, move_batch
 from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import ConfigError
+from lumen.errors.arguments import LightningAttributeErrors
+from lumen.errors.lightning_names import ATTRIBUTES_OF_STRATEGY, INSTEAD_OF_SETTING
 from lumen.errors.renamed import RenamedMembers
 from lumen.internals.tensors import list_persistent_buffers
 
@@ -35,13 +37,15 @@ _RENAMED = {
 }
 
 
-class Strategy(RenamedMembers, ABC, renamed=_RENAMED):
+class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     """Base class that places a task on devices and coordinates its processes in each step.
 
     No other code checks the type of the strategy. A subclass outside Lumen can be given to `Trainer(strategy=...)` and
     needs no registration. It has to define `setup`, `call` and `gradient_sync`. A subclass averages gradients over
     ranks, as torch's wrappers do: Lumen weights losses so that this average is the step's mean.
     """
+
+    ATTRIBUTES = ATTRIBUTES_OF_STRATEGY
 
     #: The processes of the run, which also exchange plain data.
     processes: Processes = SINGLE_PROCESS
@@ -53,6 +57,16 @@ class Strategy(RenamedMembers, ABC, renamed=_RENAMED):
     spans_processes: bool = False
     #: True if `setup` shards parameters, and can do so while the parameters are on the meta device.
     shards: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to set an attribute that a run never reads.
+
+        Raises:
+            ConfigError: The name is an attribute of Lightning's strategies only.
+        """
+        if name in INSTEAD_OF_SETTING:
+            raise ConfigError(f"{type(self).__name__}.{name} cannot be set. {INSTEAD_OF_SETTING[name]}")
+        super().__setattr__(name, value)
 
     @property
     def data_rank(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lumen.data.nested import move_batch
-from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.hyperparameters import HyperparametersMixin, class_only_method
 
 if TYPE_CHECKING:
     from lumen.task.running_trainer import AnyTrainer, AttachedRun
@@ -71,7 +71,7 @@ class DataHooks:
         return batch
 
 
-class DataModule(HasHyperparameters, DataHooks, Attached):
+class DataModule(HyperparametersMixin, DataHooks, Attached):
     """Loaders for training, validation, test and prediction.
 
     Return ordinary `torch.utils.data.DataLoader`s. Lumen keeps their data set, collate function, workers and pinning,
@@ -110,7 +110,7 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
                 setattr(data, f"{stage}_dataloader", partial(_make_loaders, dataset, shuffle=stage == "train", **sizes))
         return data
 
-    @classmethod
+    @class_only_method
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | PurePath,

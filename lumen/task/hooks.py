@@ -148,15 +148,17 @@ _BASES = ("lumen.task.task_module", "lumen.task.model_hooks", "lumen.task.optimi
           "lumen.callbacks.base")  # fmt: skip
 
 
-def check_task(task: Any, data: Any = None) -> None:
+def check_task(task: Any, data: Any = None, methods: Iterable[str] = ()) -> None:
     """Check that the object is a task.
 
     Args:
         task: The object that was given as the task.
         data: The object that was given as the data, for the advice.
+        methods: The methods that the run calls, which must not be None.
 
     Raises:
-        ConfigError: The object is not a `TaskModule`, or its `__init__` does not call that of `TaskModule`.
+        ConfigError: The object is not a `TaskModule`, its `__init__` does not call that of `TaskModule`, or a method
+            is None.
     """
     if not isinstance(task, TaskModule):
         advice = "Subclass lumen.TaskModule."
@@ -175,7 +177,7 @@ def check_task(task: Any, data: Any = None) -> None:
             f"{type(task).__name__}.__init__ does not call super().__init__(), which initializes torch.nn.Module. "
             "Call super().__init__() first."
         )
-    for name in ("configure_optimizers", "predict_step"):
+    for name in methods:
         if getattr(task, name) is None:
             raise ConfigError(
                 f"{type(task).__name__}.{name} is None. Define {name}, or delete the line that sets {name} to None."
@@ -216,7 +218,7 @@ def check_training(task: Any, data: Any, *, has_optimizer: bool) -> None:
     Raises:
         ConfigError: The object is not a task, or a method is missing.
     """
-    check_task(task, data)
+    check_task(task, data, ["training_step", *["configure_optimizers"] * (not has_optimizer)])
     if not is_overridden(task, "training_step"):
         task.training_step()  # the method of `TaskModule` raises the error
     if not has_optimizer and not is_overridden(task, "configure_optimizers"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from functools import partial, update_wrapper
 from pathlib import PurePath
-from types import FrameType, MappingProxyType, SimpleNamespace
-from typing import Any, Self, final
+from types import FrameType, MappingProxyType, MethodType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 from lumen.errors import ConfigError
 from lumen.internals.masking import References, mask_secrets
@@ -29,9 +31,41 @@ class Hyperparameters(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
+    def __delattr__(self, name: str) -> None:
+        del self[name]
 
-class HasHyperparameters:
-    """Mixin of `TaskModule` and `DataModule` with hyperparameters."""
+
+if TYPE_CHECKING:
+    class_only_method = classmethod
+else:
+
+    @final
+    class class_only_method:
+        """Decorator of a class method whose call on an object, which it would not change, is an error.
+
+        Args:
+            function: The function, whose first argument is the class.
+        """
+
+        def __init__(self, function: Callable[..., Any]) -> None:
+            self._function = function
+            update_wrapper(self, function)
+
+        def __get__(self, instance: object, owner: type) -> Any:
+            if instance is None:
+                return MethodType(self._function, owner)
+            return partial(self._refuse, owner)
+
+        def _refuse(self, owner: type, *_: Any, **__: Any) -> NoReturn:
+            name = self._function.__name__
+            raise ConfigError(
+                f"{name} returns a new object and does not change this one. Write {owner.__name__}.{name}(...), and "
+                "use its result."
+            )
+
+
+class HyperparametersMixin:
+    """Mixin with `save_hyperparameters` and `hparams`, which `TaskModule` and `DataModule` have."""
 
     #: Hyperparameters that a config took from environment variables, by their path in `hparams`.
     _hparams_references: References = MappingProxyType({})
@@ -90,7 +124,9 @@ class HasHyperparameters:
         unlogged.difference_update(collected) if logger else unlogged.update(collected)
         for name in ignored:
             self.hparams.pop(name, None)
-        self.__dict__["hparams_as_saved"] = dict(self.hparams)
+        self.__dict__["hparams_as_saved"] = {
+            name: deepcopy(value) if type(value) in (dict, list, set) else value for name, value in self.hparams.items()
+        }
 
     @classmethod
     def _build_from_checkpoint(cls, checkpoint_path: str | PurePath, hparams_file: None, **options: Any) -> Self:
@@ -112,12 +148,12 @@ class HasHyperparameters:
         return build_from_checkpoint(cls, checkpoint_path, **options)  # type: ignore[type-var]  # a task or a data module
 
 
-def get_recorded_hparams(owner: HasHyperparameters) -> dict[str, Any]:
+def get_recorded_hparams(owner: HyperparametersMixin) -> dict[str, Any]:
     """Return hyperparameters for files: secrets are masked, references to environment variables kept."""
     return mask_secrets(owner.hparams, references=owner._hparams_references)  # type: ignore[no-any-return]
 
 
-def get_logged_hparams(owner: HasHyperparameters) -> dict[str, Any]:
+def get_logged_hparams(owner: HyperparametersMixin) -> dict[str, Any]:
     """Return the hyperparameters for loggers."""
     unlogged = vars(owner).get("hparams_unlogged", ())
     return {name: value for name, value in get_recorded_hparams(owner).items() if name not in unlogged}
@@ -143,8 +179,6 @@ def _find_constructor_arguments(owner: object, frame: FrameType | None) -> dict[
         names, _, keywords, values = inspect.getargvalues(frame)
         if frame.f_code.co_name == "__init__" and names and values.get(names[0]) is owner:
             collected.update({name: values[name] for name in names[1:]})
-            keyword_only = frame.f_code.co_varnames[len(names) : len(names) + frame.f_code.co_kwonlyargcount]
-            collected.update({name: values[name] for name in keyword_only if name in values})
             if keywords:
                 collected.pop(keywords, None)
                 for name, value in values[keywords].items():

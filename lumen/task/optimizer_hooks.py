@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lumen.errors import ConfigError, TrainingError
+from lumen.internals.optimizers import ForwardingOptimizer
 from lumen.task.data_module import Attached
 
 
@@ -35,13 +36,14 @@ class OptimizerHooks(Attached):
         """Return the optimizer, or a list of several in the order of `configure_optimizers`.
 
         Args:
-            use_pl_optimizer: True: in manual optimization, return wrappers that skip updates whose gradients overflowed
-                in fp16, as the run does. False: return torch's optimizers, to read them.
+            use_pl_optimizer: True: return views of torch's optimizers, whose attribute `optimizer` is torch's. In
+                manual optimization these skip updates whose gradients overflowed in fp16, as the run does. False:
+                return torch's optimizers, to read them.
         """
-        run = self._get_fit_run("self.optimizers()")
-        if run.optim.manual is None:
-            return run.optim.optimizer
-        found = run.optim.manual.handles if use_pl_optimizer else run.optim.optimizers
+        optim = self._get_fit_run("self.optimizers()").optim
+        found = optim.optimizers
+        if use_pl_optimizer:
+            found = [ForwardingOptimizer(each) for each in found] if optim.manual is None else optim.manual.handles
         return list(found) if len(found) > 1 else found[0]
 
     def lr_schedulers(self) -> Any:

@@ -20,7 +20,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.internals.tensors import get_reset_method
 from lumen.metrics.log_call import Reduction, as_weight, check_name, check_unknown_options, iterate_items
 from lumen.task.data_module import Attached, DataHooks
-from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.hyperparameters import HyperparametersMixin, class_only_method
 from lumen.task.model_hooks import ModelHooks
 from lumen.task.optimizer_hooks import OptimizerHooks
 from lumen.task.teacher import find_teachers
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lumen.task.running_trainer import AnyTrainer
 
 
-class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Attached, nn.Module):
+class TaskModule(HyperparametersMixin, ModelHooks, OptimizerHooks, DataHooks, Attached, nn.Module):
     """Model with its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; all other methods are optional. Lumen calls a
@@ -434,7 +434,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             teacher.requires_grad_(False)
         return self.train()
 
-    @classmethod
+    @class_only_method
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | PurePath,

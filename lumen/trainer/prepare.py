@@ -427,7 +427,7 @@ def evaluate_loaders(
         The run, with its values.
     """
     task, data, ckpt_path = _get_last_run_inputs(trainer, stage, model, data, ckpt_path)
-    check_task(task, data)
+    check_task(task, data, ["predict_step"] * (stage == "predict"))
     if (step := {"validate": "validation_step", "test": "test_step"}.get(stage)) and not is_overridden(task, step):
         raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
     if average is not None and ckpt_path is None:

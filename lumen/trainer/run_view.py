@@ -20,7 +20,7 @@ from lumen.data.adapter import LoaderAdapter
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.arguments import check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES
+from lumen.errors.lightning_names import ATTRIBUTES, INSTEAD_OF_SETTING
 from lumen.loggers import Logger
 from lumen.metrics.step_values import is_for_progress_bar
 from lumen.run.gradients import compute_total_norm
@@ -132,7 +132,8 @@ class RunView:
         found = getattr(type(self), name, None)
         if name in ATTRIBUTES or (isinstance(found, property) and found.fset is None):
             is_argument = name in inspect.signature(type(self).__init__).parameters
-            hint = f"Write Trainer({name}=...)." if is_argument else ATTRIBUTES.get(name, f"{name} is read-only.")
+            other = ATTRIBUTES.get(name) or INSTEAD_OF_SETTING.get(name, f"{name} is read-only.")
+            hint = f"Write Trainer({name}=...)." if is_argument else other
             raise ConfigError(f"{type(self).__name__}.{name} cannot be set. {hint}")
         super().__setattr__(name, value)
 

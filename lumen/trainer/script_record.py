@@ -21,7 +21,7 @@ from lumen.errors import ConfigError
 from lumen.internals.atomic_files import write_private
 from lumen.internals.masking import mask_secrets
 from lumen.run.run import Run
-from lumen.task.hyperparameters import HasHyperparameters, get_logged_hparams
+from lumen.task.hyperparameters import HyperparametersMixin, get_logged_hparams
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -49,7 +49,7 @@ def as_yaml_data(value: Any) -> Any:
         return [as_yaml_data(item) for item in value] if len(value) <= _MOST_ITEMS else f"{len(value)} items"
     if isinstance(value, type) or inspect.isroutine(value):
         return _get_class_name(value)
-    arguments = get_logged_hparams(value) if isinstance(value, HasHyperparameters) else {}
+    arguments = get_logged_hparams(value) if isinstance(value, HyperparametersMixin) else {}
     return {"class_path": _get_class_name(type(value))} | ({"init_args": as_yaml_data(arguments)} if arguments else {})
 
 

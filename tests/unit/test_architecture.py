@@ -27,7 +27,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DOORS = {"lumen", "lumen.__main__"}
 MIXINS = {
-    "LightningAttributeErrors", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached",
+    "LightningAttributeErrors", "HyperparametersMixin", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached",
     "RenamedMembers",
 }  # fmt: skip
 OPEN_CLASSES = {

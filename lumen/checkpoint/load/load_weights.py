@@ -37,6 +37,7 @@ from lumen.internals.masking import find_secret_placeholder, lacks_object
 from lumen.internals.tensors import call_load_hooks, has_load_hooks
 from lumen.precision import convert_as_saved
 from lumen.task.data_module import DataModule
+from lumen.task.hyperparameters import Hyperparameters
 from lumen.task.task_module import TaskModule
 
 Owner = TypeVar("Owner", bound=TaskModule | DataModule)
@@ -318,7 +319,8 @@ def load_task_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[st
 def _build_object(kind: type[Owner], checkpoint: Checkpoint, entry: str, overrides: Mapping[str, Any]) -> Owner:
     """Build an object of a class from the hyperparameters of a checkpoint."""
     saved = decode(checkpoint.state[entry], checkpoint.as_mapping("extra"))
-    kept = {name: value for name, value in _drop_base_class_arguments(kind, saved).items() if name not in overrides}
+    hyperparameters = _choose_arguments(kind, saved, overrides)
+    kept = {name: value for name, value in hyperparameters.items() if name not in overrides}
     for name, value in kept.items():  # a third-party checkpoint must not read environment variables
         if (placeholder := find_secret_placeholder(value)) is not None:
             raise CheckpointMismatch(
@@ -332,7 +334,7 @@ def _build_object(kind: type[Owner], checkpoint: Checkpoint, entry: str, overrid
             f"them: {kind.__name__}.load_from_checkpoint(PATH, {arguments})."
         )
     try:
-        return kind(**(hyperparameters := kept | dict(overrides)))
+        return kind(**hyperparameters)
     except TypeError as error:
         raise CheckpointMismatch(
             f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
@@ -341,11 +343,23 @@ def _build_object(kind: type[Owner], checkpoint: Checkpoint, entry: str, overrid
         ) from error
 
 
-def _drop_base_class_arguments(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove hyperparameters that only a base class accepts, because the class itself passes them to its base."""
-    taken = inspect.signature(kind).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        return dict(saved)
+def _choose_arguments(kind: type[Any], saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return constructor arguments from saved hyperparameters and overrides.
+
+    Hyperparameters that only a base class accepts are dropped, because the class itself passes them to its base. If the
+    class has saved the entries of its only required argument, as `save_hyperparameters(config)` does, the argument
+    gets all of them.
+    """
+    parameters = inspect.signature(kind).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return {**saved, **overrides}
+    accepted = {name: each for name, each in parameters.items() if each.kind is not each.VAR_POSITIONAL}
+    required = [name for name, each in accepted.items() if each.default is each.empty and name not in overrides]
+    if len(required) == 1 and saved and not saved.keys() & accepted.keys():
+        entries = Hyperparameters({name: overrides.get(name, value) for name, value in saved.items()})
+        return {required[0]: entries, **{name: value for name, value in overrides.items() if name not in saved}}
     constructors = [vars(base)["__init__"] for base in kind.__mro__[1:] if "__init__" in vars(base)]
     by_bases = {name for each in constructors for name in inspect.signature(each).parameters}
-    return {name: value for name, value in saved.items() if name in taken or name not in by_bases}
+    if unknown := saved.keys() - accepted.keys() - by_bases:
+        _log.warning("ignoring hyperparameters that %s does not accept: %s", kind.__name__, ", ".join(sorted(unknown)))
+    return {name: value for name, value in saved.items() if name in accepted} | dict(overrides)

@@ -27,7 +27,7 @@ from lumen.errors import LumenError, NonFiniteLoss
 from lumen.internals.masking import lacks_object
 from lumen.run.run import Run
 from lumen.strategies import select_by_data_rank, sync_buffers
-from lumen.task.hyperparameters import HasHyperparameters, get_recorded_hparams
+from lumen.task.hyperparameters import HyperparametersMixin, get_recorded_hparams
 from lumen.task.teacher import is_running_statistic
 
 INFO_COUNTERS = ("step", "epoch", "micro_batches")  # counters of the run's progress that a checkpoint shows
@@ -108,7 +108,7 @@ def capture_run(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors],
         "kept_row": run.records.kept_row if run.progress.validation_due else None,
         "hyperparameters": name_objects(get_recorded_hparams(task)),
         "data_hyperparameters": (
-            name_objects(get_recorded_hparams(datamodule)) if isinstance(datamodule, HasHyperparameters) else {}
+            name_objects(get_recorded_hparams(datamodule)) if isinstance(datamodule, HyperparametersMixin) else {}
         ),
         "extra_state": {name: module.get_extra_state() for name, module in stateful},
         "modes": get_modes(task),

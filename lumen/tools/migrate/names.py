@@ -33,6 +33,7 @@ ELSEWHERE: Mapping[str, str] = {
     "LRSchedulerTypeUnion": "torch.optim.lr_scheduler.LRScheduler",
     "LightningArgumentParser": "lumen.cli.options.OptionParser",
     "LightningEnum": "enum.StrEnum",
+    "LightningOptimizer": "torch.optim.Optimizer",
     "MisconfigurationException": "lumen.errors.ConfigError",
 }
 

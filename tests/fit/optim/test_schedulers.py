@@ -441,7 +441,7 @@ def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
     trainer = bare_trainer(tmp_path, max_epochs=2)
     trainer.fit(task, loader(40, 8))
     assert task.rates[-1] == pytest.approx(last_rate, rel=1e-12)
-    assert task.optimizers() is trainer.optimizers[0]
+    assert task.optimizers().optimizer is task.optimizers(use_pl_optimizer=False) is trainer.optimizers[0]
 
 
 @pytest.mark.parametrize(
