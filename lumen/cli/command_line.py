@@ -129,6 +129,10 @@ class CLI(LightningAttributeErrors):
         refuse_lightning_cli_methods(type(self), self._commands)
         self.save_config_callback, self.save_config_kwargs = save_config_callback, save_config_kwargs or {}
         self.trainer_class, self.trainer_defaults = trainer_class, trainer_defaults or {}
+        self.model_class, self.datamodule_class = model_class, datamodule_class
+        self.subclass_mode_model, self.subclass_mode_data = subclass_mode_model, subclass_mode_data
+        self.seed_everything_default, self.parser_kwargs = seed_everything_default, parser_kwargs or {}
+        self.auto_configure_optimizers = auto_configure_optimizers
         self._command_options = CommandOptions(
             model_class or TaskModule,
             datamodule_class or DataModule,
@@ -141,7 +145,7 @@ class CLI(LightningAttributeErrors):
         self._script: Tree = {"trainer": defaults} if defaults else {}
         if type(seed_everything_default) is int:
             self._script["seed_everything"] = seed_everything_default
-        self._parser_kwargs, self._reads_words = parser_kwargs or {}, args is None
+        self._reads_words = args is None
         self._links: list[str] = []
         self.subcommand: str | None = None
         with _report_lumen_errors() if args is None else nullcontext():
@@ -198,7 +202,7 @@ class CLI(LightningAttributeErrors):
             overrides: Arguments that override the settings.
         """
         built = self._get_command_settings(self.config_init)
-        added = [built[key] for key in self.parser.callbacks]
+        added = [built[key] for key in self.parser.callback_keys]
         arguments = {**built.trainer.as_dict(), **overrides}
         defaults = self.parser.get_defaults().trainer
         for name, value in self.trainer_defaults.items():
@@ -229,7 +233,7 @@ class CLI(LightningAttributeErrors):
             self.parser.list_sections(),
             self.parser.classes,
             commands=self._commands,
-            files=[*find_default_files(self._parser_kwargs, parsed.command, self._commands), *parsed.files],
+            files=[*find_default_files(self.parser_kwargs, parsed.command, self._commands), *parsed.files],
             words=parsed.settings,
             script=self.parser.script,
             arguments=parsed.arguments,

@@ -94,7 +94,7 @@ class OptionParser(ArgumentParser):
         fixed: The classes of the model and the data, where the script names the class.
         bases: The base class required by each option that names a class.
         linked: The source arguments of each argument that is computed from others.
-        callbacks: The groups whose objects are callbacks of the trainer.
+        callback_keys: The groups whose objects are callbacks of the trainer.
         script: The defaults that the script sets, which all other settings override.
         references: The references to the environment in the settings, by their place.
         taken: The arguments of the model that Lumen took from the data, with their values.
@@ -107,7 +107,7 @@ class OptionParser(ArgumentParser):
         self.fixed: dict[str, type] = {}
         self.bases: dict[str, type] = {}
         self.linked: dict[str, str] = {}
-        self.callbacks: list[str] = []
+        self.callback_keys: list[str] = []
         self.script: Tree = {}
         self.references: References = {}
         self.taken: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class OptionParser(ArgumentParser):
         """
         if not isinstance(lightning_class, type):
             raise ConfigError(f"add_lightning_class_args: expected a class, found {lightning_class!r}.")
-        self.callbacks += [nested_key] if issubclass(lightning_class, Callback) else []
+        self.callback_keys += [nested_key] if issubclass(lightning_class, Callback) else []
         if subclass_mode:
             return self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
         return self.add_class_arguments(lightning_class, nested_key, fail_untyped=False)

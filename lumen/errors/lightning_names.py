@@ -133,6 +133,7 @@ ATTRIBUTES_OF_CLI = {
     **NOT_IN_CLI,
     "_add_arguments": "Use add_arguments_to_parser.",
     "_parser": "Read self.parser.",
+    "parser_class": INSTEAD_IN_CLI["parser_class"],
     "config_dump": "Write yaml.safe_load(self.parser.dump(self.config))[self.subcommand].",
 }
 
@@ -161,6 +162,9 @@ _CUSTOM_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
 #: Lightning's classes and functions without a counterpart, with their replacements.
 INSTEAD_OF_CLASSES = {
+    "LRSchedulerConfig": 'Write a dictionary: {"scheduler": ..., "interval": "step"}.',
+    "instantiate_class": "Annotate the argument as Callable[[Iterable], Optimizer]: the task then gets a function.",
+    "save_hyperparameters": "Call self.save_hyperparameters, the method of lumen.HyperparametersMixin.",
     "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background if that is faster.",
     "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
     "Checkpoint": "Subclass lumen.Callback, and call trainer.save_checkpoint in on_step_checkpoint.",

@@ -122,11 +122,19 @@ class HyperparametersMixin:
         self.hparams.update(collected)
         unlogged = self.__dict__.setdefault("hparams_unlogged", set[str]())
         unlogged.difference_update(collected) if logger else unlogged.update(collected)
-        for name in ignored:
-            self.hparams.pop(name, None)
+        self.remove_ignored_hparams(ignored)
         self.__dict__["hparams_as_saved"] = {
             name: deepcopy(value) if type(value) in (dict, list, set) else value for name, value in self.hparams.items()
         }
+
+    def remove_ignored_hparams(self, ignore_list: Iterable[str]) -> None:
+        """Remove hyperparameters that a base class has saved.
+
+        Args:
+            ignore_list: The names of the hyperparameters.
+        """
+        for name in ignore_list:
+            self.hparams.pop(name, None)
 
     @classmethod
     def _build_from_checkpoint(cls, checkpoint_path: str | PurePath, hparams_file: None, **options: Any) -> Self:

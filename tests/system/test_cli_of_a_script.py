@@ -307,9 +307,7 @@ def test_script_combines_optimizer_and_scheduler_of_settings():
     words = [*QUIET, "--optimizer=SGD", "--optimizer.lr=1", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5"]
     made = Stepping(Line, Points, args=["fit", *words])
     assert made.trainer.optimizers[0].param_groups[0]["lr"] == 0.25
-    assert "decides the interval" in catch_error(
-        *words[3:], "--lr_schedule.interval=epoch", "--lr_schedule.frequency=2", kind=Stepping
-    )
+    assert "decides the interval" in catch_error(*words[4:], "--lr_schedule.frequency=2", kind=Stepping)
     built = lumen.CLI(Line, Points, run=False, args=words)
     built.config["model"]["lr"] = 0.5
     built.instantiate_classes()
@@ -326,7 +324,8 @@ class Flagged(lumen.CLI):
 
 def test_switches_and_optional_classes_of_a_script():
     made = Flagged(Line, Points, args=["fit", *QUIET, "--loud", "--extra=Timer"])
-    assert (made.config.fit.loud, type(made.trainer.callbacks[-1])) == (True, lumen.Timer)
+    assert made.config.fit.loud is True
+    assert lumen.Timer in map(type, made.trainer.callbacks)
     assert Flagged(Line, Points, args=QUIET, run=False).config.loud is False
     with pytest.raises(ConfigError, match="Write type=bool, default=True"):
         made.parser.add_argument("--quiet", action="store_false")
@@ -512,10 +511,10 @@ def test_script_adds_and_removes_commands(capsys):
     assert lumen.CLI.subcommands() == LightningCLI.subcommands()
     made = Commands(Line, Points, args=["fit_twice", *QUIET, "--times=3", "--quiet"], trainer_class=Trainable)
     assert (made.trainer.lengths, made.called, made.config.fit_twice.quiet) == ([2, 2, 2], ("before",), True)
-    for command, called in (("fit", "list"), ("show", ["datamodule"])):
+    for command, called in (("fit", "tuple"), ("show", ["datamodule"])):
         words = [command, *QUIET, *["--optimizer=SGD"] * (command == "fit"), *["--optimizer.lr=1"] * (command == "fit")]
         assert Commands(Line, Points, args=words, trainer_class=Trainable).called == (called,)
-    with pytest.raises(ConfigError, match="has no command test. Did you mean fit"):
+    with pytest.raises(ConfigError, match="has no command test"):
         Commands(Line, Points, args=["test"], trainer_class=Trainable)
     with pytest.raises(SystemExit):
         Commands(Line, Points, args=["--help"], trainer_class=Trainable)

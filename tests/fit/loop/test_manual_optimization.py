@@ -551,6 +551,40 @@ def test_optimizers_may_share_parameters_and_resume(tmp_path):
         assert torch.equal(weights(task), weights(expected)), name
 
 
+class Looking(ByHand):
+    def training_step(self, batch, batch_idx):
+        first, *_ = self.optimizers()
+        raw, *_ = self.optimizers(use_pl_optimizer=False)
+        self.seen = (first.optimizer is raw, isinstance(first, torch.optim.Adam), isinstance(first, torch.optim.SGD))
+        with pytest.raises(ConfigError, match=r"optimizer\.step: expected a function"):
+            first.step(closure=3)
+        super().training_step(batch, batch_idx)
+
+    configure_optimizers = Sharing.configure_optimizers
+
+
+class LookingInSteps(Regression):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        mine, raw = self.optimizers(), self.trainer.optimizers[0]
+        self.seen = [(each.optimizer is raw, isinstance(each, type(raw)), each.defaults) for each in (optimizer, mine)]
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+def test_optimizers_of_a_task_have_attributes_of_lightning(tmp_path):
+    task = Looking()
+    bare_trainer(tmp_path, max_steps=1).fit(task, loader(24, 4, dtype=torch.float64))
+    assert task.seen == (True, True, False)
+    task = LookingInSteps()
+    trainer = bare_trainer(tmp_path, max_steps=1)
+    trainer.fit(task, loader())
+    assert task.seen == [(True, True, trainer.optimizers[0].defaults)] * 2
+    for owner in (trainer, trainer.strategy):
+        with pytest.raises(ConfigError, match=r"optimizers cannot be set\. Change trainer\.optimizers\[0\]"):
+            owner.optimizers = []
+    with pytest.raises(AttributeError, match=r"Read trainer\.optimizers"):
+        trainer.strategy.optimizers  # noqa: B018
+
+
 class SkipsSome(lumen.Callback):
     def on_before_optimizer_step(self, trainer, task, optimizer):
         if trainer.progress.batches % 2:

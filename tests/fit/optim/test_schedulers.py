@@ -444,10 +444,51 @@ def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
     assert task.optimizers().optimizer is task.optimizers(use_pl_optimizer=False) is trainer.optimizers[0]
 
 
+class Stateless:
+    def step(self):
+        pass
+
+
+class ByUpdate:
+    """Scheduler whose method has another name than `step`, as of timm."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.updates = optimizer, 0
+
+    def step_update(self, number):
+        self.updates = number
+
+    def state_dict(self):
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state):
+        self.updates = state["updates"]
+
+
+class Updating(Scheduled):
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step_update(self.global_step)
+
+
+def test_scheduler_without_step_is_moved_by_the_task(tmp_path):
+    def configure(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        return [optimizer], [{"scheduler": ByUpdate(optimizer), "interval": "step", "name": "mine"}]
+
+    trainer = bare_trainer(tmp_path, max_steps=3)
+    trainer.fit(Updating(configure), loader(40, 8))
+    (config,) = trainer.lr_scheduler_configs
+    assert (config.scheduler.updates, config.name, config.reduce_on_plateau) == (3, "mine", False)
+
+
 @pytest.mark.parametrize(
     ("configure", "message"),
     [
-        (lambda parameters: None, "returned NoneType; expected a torch.optim.Optimizer"),
+        (lambda parameters: None, r"returned None, but fit needs an optimizer\. To train nothing"),
+        (lambda parameters: {"optimizer": SGD(parameters), "scheduler": None}, r'Write "lr_scheduler" instead of'),
+        (lambda parameters: {"optimizer": SGD(parameters), "frequency": 2}, "optimizers take turns in manual"),
+        (lambda parameters: ([SGD(parameters)], [Stateless()]), "found Stateless, which has no state_dict"),
+        (lambda parameters: ([SGD(parameters)], [ByUpdate(SGD(parameters))]), "found ByUpdate, which has no step. To"),
         (lambda parameters: 0.1, "returned float"),
         (
             with_schedule(lambda optimizer, scheduler: (optimizer, scheduler)),

@@ -1,5 +1,6 @@
 """Lightning's names: code that reads or calls them on trainer, task or data module gets the same meaning."""
 
+import argparse
 import inspect
 import math
 import os
@@ -337,6 +338,62 @@ def test_hyperparameters_as_they_were_saved(tmp_path):
     task = Regression(lr=0.5)
     task.hparams.lr = 0.25
     assert (task.hparams_initial.lr, task.hparams.lr) == (0.5, 0.25)
+
+
+class Unsaved(lumen.TaskModule):
+    def __init__(self, width=3):
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithConfig(Unsaved):
+    def __init__(self, config, more=1):
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+class KeywordOnly(Unsaved):
+    def __init__(self, first, *others, last=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_return_to_the_argument_that_had_them(tmp_path, caplog):
+    def train(task, name):
+        trainer = quiet_trainer(tmp_path / name, max_steps=1)
+        trainer.fit(task, loader())
+        return trainer.checkpoint_callback.last_model_path
+
+    for number, config in enumerate(({"width": 3, "rate": 1}, argparse.Namespace(width=3, rate=1))):
+        path = train(WithConfig(config), str(number))
+        assert WithConfig.load_from_checkpoint(path).hparams == {"width": 3, "rate": 1}
+        assert WithConfig.load_from_checkpoint(path, rate=2, more=3).hparams.rate == 2
+        assert WithConfig.load_from_checkpoint(path, config={"rate": 4}).hparams == {"rate": 4}
+    assert Unsaved.load_from_checkpoint(path).hparams == {}
+    assert "ignoring hyperparameters that Unsaved does not accept: rate" in caplog.text
+    assert KeywordOnly.load_from_checkpoint(train(KeywordOnly(1, 2, last=4), "last")).hparams == {"first": 1, "last": 4}
+    with pytest.raises(ConfigError, match=r"Write WithConfig\.load_from_checkpoint"):
+        WithConfig({}).load_from_checkpoint(path)
+
+
+class Plain(nn.Module, lumen.HyperparametersMixin):
+    def __init__(self, sizes, dropped=2):
+        super().__init__()
+        self.save_hyperparameters(ignore=["dropped"])
+
+
+def test_any_class_saves_its_hyperparameters():
+    plain = Plain([1])
+    plain.hparams.sizes.append(2)
+    assert (plain.hparams, plain.hparams_initial) == ({"sizes": [1, 2]}, {"sizes": [1]})
+    del plain.hparams.sizes
+    assert not plain.hparams
 
 
 def save_from(frame, task):
