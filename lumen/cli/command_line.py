@@ -104,6 +104,8 @@ class CLI(LightningAttributeErrors):
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_CLI
     ATTRIBUTES = ATTRIBUTES_OF_CLI
+    #: A static method of a subclass, which combines the objects of the settings; see above.
+    configure_optimizers: ClassVar[Any] = None
     _runs_elsewhere = False  # True: ignore which devices this machine has
     _program: str | None = None  # first word of the command line; None: the name of the script
 
@@ -186,11 +188,13 @@ class CLI(LightningAttributeErrors):
         self.model, self.datamodule = built.model, built.get("data")
         self._configure = None
         if settings.get("optimizer"):
-            combine = getattr(self, "configure_optimizers", None)
-            self._configure = partial(configure_optimizers, settings, self.model, combine)
+            self._configure = partial(configure_optimizers, settings, self.model, self.configure_optimizers)
             if self.subcommand is None or self._has_own_command():
                 self.model.configure_optimizers = self._configure
         self.trainer = self.instantiate_trainer()
+        if self.save_config_callback is not None and not settings.trainer.fast_dev_run:
+            saver = self.save_config_callback(self.parser, settings, **self.save_config_kwargs)  # type: ignore[call-arg]
+            self.trainer.callbacks.insert(0, saver)
 
     def after_instantiate_classes(self) -> None:
         """Read or change `datamodule`, `model` and `trainer` before the command runs."""
@@ -212,12 +216,7 @@ class CLI(LightningAttributeErrors):
                 arguments[name] = value
         if any(each is not None for each in added):
             arguments["callbacks"] = [*as_list(arguments.get("callbacks")), *as_list(added)]
-        trainer = self.trainer_class(**arguments)
-        if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
-            config = self._get_command_settings(self.config)
-            saver = self.save_config_callback(self.parser, config, **self.save_config_kwargs)  # type: ignore[call-arg]
-            trainer.callbacks.insert(0, saver)
-        return trainer
+        return self.trainer_class(**arguments)
 
     # ------------------------------------------------------------------ reading
 

@@ -121,10 +121,10 @@ def _format_trainer_help(parser: OptionParser) -> str:
 
 def _iterate_script_options(parser: OptionParser) -> Iterator[Action]:
     """Yield the options that a script adds, and the arguments of the classes that the script names."""
-    lumens = {*parser.classes, *parser.bases, *OPTIONS, "config", "print_config", "help"} - {*parser.callbacks}
+    lumens = {*parser.classes, *parser.bases, *OPTIONS, "config", "print_config", "help"} - {*parser.callback_keys}
     for action in parser._actions:
         head, _, inside = action.dest.partition(".")
-        is_group = not inside and head in {*parser.fixed, *parser.callbacks}
+        is_group = not inside and head in {*parser.fixed, *parser.callback_keys}
         if head not in lumens and not is_group and inside != "help" and action.help != SUPPRESS:
             yield action
 

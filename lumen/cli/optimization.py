@@ -86,7 +86,7 @@ def configure_optimizers(config: Namespace, task: TaskModule, combine: Callable[
 
     Args:
         config: The settings of the command.
-        task: The task.
+        task: The task that the optimizer trains.
         combine: The method `configure_optimizers` of a script's class, which decides what is returned; or None.
 
     Raises:

@@ -273,7 +273,7 @@ class OptionParser(ArgumentParser):
 
         Args:
             namespace: The settings: `cli.config`, or those of a command.
-            format: Only YAML.
+            format: Only YAML is supported.
             skip_unset: True to omit settings whose value is None.
             skip_default: True to omit default values.
             skip_none: Other name of `skip_unset`.
@@ -296,7 +296,7 @@ class OptionParser(ArgumentParser):
         """Write the text of `dump` to a file.
 
         Args:
-            namespace: The settings.
+            namespace: The settings: `cli.config`, or those of a command.
             path: The path of the file.
             overwrite: True to replace an existing file.
             options: The options of `dump`; `multifile` has no effect, because the settings are one file.

@@ -73,8 +73,8 @@ class SaveConfigCallback(Callback):
         """Save the settings in another place; called once, in the first process, before the first stage.
 
         Args:
-            trainer: The trainer.
-            pl_module: The task.
+            trainer: The trainer of the run.
+            pl_module: The task of the run.
             stage: The stage: fit, validate, test or predict.
         """
 

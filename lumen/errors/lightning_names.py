@@ -119,7 +119,6 @@ INSTEAD_IN_CLI = {
 
 #: Methods that subclasses of `LightningCLI` may define, but subclasses of Lumen's `CLI` may not.
 NOT_IN_CLI = {
-    "_instantiate_trainer": "Use instantiate_trainer.",
     "add_core_arguments_to_parser": "Use add_arguments_to_parser.",
     "add_default_arguments_to_parser": "Use add_arguments_to_parser.",
     "init_parser": "Use add_arguments_to_parser.",
@@ -131,8 +130,6 @@ NOT_IN_CLI = {
 #: Attributes of Lightning's `LightningCLI` that Lumen's `CLI` lacks.
 ATTRIBUTES_OF_CLI = {
     **NOT_IN_CLI,
-    "_add_arguments": "Use add_arguments_to_parser.",
-    "_parser": "Read self.parser.",
     "parser_class": INSTEAD_IN_CLI["parser_class"],
     "config_dump": "Write yaml.safe_load(self.parser.dump(self.config))[self.subcommand].",
 }

@@ -35,9 +35,7 @@ class Hyperparameters(dict[str, Any]):
         del self[name]
 
 
-if TYPE_CHECKING:
-    class_only_method = classmethod
-else:
+if not TYPE_CHECKING:
 
     @final
     class class_only_method:
@@ -62,6 +60,9 @@ else:
                 f"{name} returns a new object and does not change this one. Write {owner.__name__}.{name}(...), and "
                 "use its result."
             )
+
+else:
+    class_only_method = classmethod
 
 
 class HyperparametersMixin:

@@ -182,7 +182,6 @@ _BY_VALUE: Mapping[tuple[str, str], Callable[[Any], ArgumentChange]] = {
     ("Trainer", "weights_summary"): lambda value: (
         ArgumentChange({"enable_model_summary": value is UNKNOWN}) if value in (None, UNKNOWN) else _REMOVED
     ),
-    ("CLI", "seed_everything_default"): lambda value: _REMOVED if value is False else _NO_CHANGE,
 }
 #: New names of the arguments of methods; None removes the argument.
 METHODS: Mapping[str, Mapping[str, str | None]] = {

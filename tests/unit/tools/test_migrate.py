@@ -371,11 +371,11 @@ def test_arguments_that_are_unpacked_are_edited(tmp_path, given):
 
 def test_user_class_gets_arguments_of_its_base(tmp_path):
     text = (
-        "from lightning.pytorch.cli import LightningCLI\nclass C(LightningCLI): ...\nC(A, save_config_kwargs={1: 2})\n"
+        "from lightning.pytorch.cli import LightningCLI\nclass C(LightningCLI): ...\nC(A, save_config_overwrite=True)\n"
     )
     assert migrate_text(tmp_path, text)[0].endswith("C(A)\n")
-    own = text.replace("...", "\n    def __init__(self, a, save_config_kwargs): ...")
-    assert migrate_text(tmp_path, own)[0].endswith("save_config_kwargs={1: 2})\n")
+    own = text.replace("...", "\n    def __init__(self, a, save_config_overwrite): ...")
+    assert migrate_text(tmp_path, own)[0].endswith("save_config_overwrite=True)\n")
 
 
 def test_line_endings_encoding_and_other_bytes_are_kept(tmp_path):
