@@ -705,9 +705,9 @@ WRITTEN_BY_OTHERS = {
     },
     "the object is Python's or another library's": {
         "checkpoint: closed", "data: value", "integrations: config", "internals: path", "profilers: title",
-        "random: state", "task: __class__", "tools: complete", "tools: formatter", "tools: help", "tools: num_nodes", "tools: strategy",
+        "random: state", "task: __class__",
+        "tools: complete", "tools: formatter", "tools: help", "tools: num_nodes", "tools: strategy",
     },
-    "the optimizer of a config takes the place of the task's method": {"cli: configure_optimizers"},
     "the config is saved before other callbacks run": {"cli: callbacks"},
     "users set the hyperparameters in this way": {"trainer: hparams"},
     "subclasses of users have this attribute": {"trainer: run_directory", "trainer: progress"},
