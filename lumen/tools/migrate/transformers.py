@@ -293,8 +293,9 @@ class TrainerEditor:
         """Yield the nodes of the function that binds a name at a node, or of the module without such functions."""
         functions = {each: {*ast.walk(each)} for each in self._nodes if isinstance(each, ast.FunctionDef)}
         binding = [parts for parts in functions.values() if any(
-            getattr(each, "arg", None) == name or (getattr(each, "id", None) == name and isinstance(each, ast.Name)
-            and isinstance(each.ctx, ast.Store)) for each in parts if not isinstance(each, ast.keyword))]  # fmt: skip
+            (isinstance(each, ast.arg) and each.arg == name)
+            or (isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == name)
+            for each in parts)]  # fmt: skip
         scope = [parts for parts in binding if node in parts]
         others = set().union(*(parts for parts in binding if node not in parts))
         yield from (each for each in self._nodes if each not in others and (not scope or each in scope[-1]))
@@ -409,7 +410,7 @@ class TrainerEditor:
             name = "DataCollatorWithPadding" if tokenizer else "default_data_collator"
             self._imports.add(f"transformers.{name}")
             collator = f"{name}({tokenizer})" if tokenizer else name
-        if self._get("remove_unused_columns", True) is False:
+        if self._get("remove_unused_columns") is False:
             return collator
         self._imports |= {"inspect", "transformers.trainer_utils.RemoveColumnsCollator"}
         columns, result = map(self._find_free_name, ("columns", "collate_columns"))
@@ -442,7 +443,7 @@ class TrainerEditor:
         flags = {"use_cpu": 'accelerator="cpu"', "tf32": 'matmul_precision="high"', "torch_compile": "compile=True",
                  "full_determinism": "deterministic=True"}  # fmt: skip
         found += [text for name, text in flags.items() if self._get(name)]
-        kinds = {name: self._get(name, False) for name in ("bf16", "fp16")}
+        kinds = {name: self._get(name) for name in ("bf16", "fp16")}
         precision = next((f'"{name}"' for name in kinds if kinds[name] is True), '"fp32"')
         for name in ("fp16", "bf16"):
             precision = f'"{name}" if {values[name]} else {precision}' if kinds[name] is _UNKNOWN else precision
@@ -609,7 +610,8 @@ class TrainerEditor:
         kinds = ast.FunctionDef | ast.ClassDef | ast.If
         node = next(each for each in self._file.tree.body
                     if isinstance(each, kinds) or source.get_span(each)[1] > last)  # fmt: skip
-        at = source.find_line_start(source.get_span((getattr(node, "decorator_list", None) or [node])[0])[0])
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        at = source.find_line_start(source.get_span([*decorators, node][0])[0])
         above = source.text[:at].splitlines(keepends=True)
         while above and above[-1].startswith("#"):  # Comments belong to the statement below.
             at -= len(above.pop())
