@@ -110,6 +110,7 @@ NEUTRAL_IN_LOGGERS: Mapping[str, tuple[Any, ...]] = {
 
 #: Replacements for arguments of `CLI`.
 INSTEAD_IN_CLI = {
+    "auto_registry": "Leave it out: Lumen finds every imported class by its short name.",
     "load_from_checkpoint_support": "Leave it out: checkpoints contain the hyperparameters of save_hyperparameters.",
     "parser_class": "Use add_arguments_to_parser, which receives the parser.",
     "save_config_filename": "Leave it out: Lumen saves the config as config.yaml in the run directory.",
@@ -139,11 +140,18 @@ LIGHTNING_PACKAGES = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 #: Lightning's classes whose counterpart in Lumen has a different name. Other counterparts have the same name.
 RENAMED = {
+    "BaseProfiler": "lumen.Profiler",
+    "DDPFullyShardedNativeStrategy": "lumen.FSDP",
+    "DDPPlugin": "lumen.DDP",
+    "DDPSpawnPlugin": "lumen.DDP",
+    "DDPSpawnStrategy": "lumen.DDP",
     "DDPStrategy": "lumen.DDP",
     "EMAWeightAveraging": "lumen.EMA",
     "FSDPStrategy": "lumen.FSDP",
+    "GPUStatsMonitor": "lumen.DeviceStatsMonitor",
     "LightningCLI": "lumen.CLI",
     "LightningDataModule": "lumen.DataModule",
+    "LightningLoggerBase": "lumen.Logger",
     "LightningModule": "lumen.TaskModule",
     "PyTorchProfiler": "lumen.TorchProfiler",
     "ReduceLROnPlateau": "torch.optim.lr_scheduler.ReduceLROnPlateau",
@@ -155,6 +163,7 @@ RENAMED = {
     "WeightAveraging": "lumen.EMA",
 }
 
+_ENVIRONMENT = "Leave it out: Lumen detects the environment of the processes."
 _CUSTOM_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
 #: Lightning's classes and functions without a counterpart, with their replacements.
@@ -166,19 +175,26 @@ INSTEAD_OF_CLASSES = {
     "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
     "Checkpoint": "Subclass lumen.Callback, and call trainer.save_checkpoint in on_step_checkpoint.",
     "CometLogger": _CUSTOM_LOGGER,
+    "DDPFullyShardedPlugin": "Use lumen.FSDP.",
+    "DDPShardedPlugin": "Use lumen.FSDP.",
     "DeepSpeedStrategy": "Use lumen.FSDP.",
     "DeepSpeedSummary": "Call lumen.summarize(task, max_depth).",
+    "KubeflowEnvironment": _ENVIRONMENT,
     "LRSchedulerCallable": "Write Callable[[Optimizer], LRScheduler].",
+    "LSFEnvironment": _ENVIRONMENT,
     "LayerSummary": "Call lumen.summarize(task, max_depth).",
-    "LightningEnvironment": "Leave it out: Lumen detects the environment of the processes.",
+    "LightningEnvironment": _ENVIRONMENT,
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
     "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/guides/smaller-models.md.",
+    "MPIEnvironment": _ENVIRONMENT,
     "NeptuneLogger": _CUSTOM_LOGGER,
     "OptimizerCallable": "Write Callable[[Iterable], Optimizer].",
     "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
     "docs/guides/smaller-models.md.",
     "RichProgressBarTheme": "Leave it out: the bar has the terminal's own colours.",
     "SLURMEnvironment": "Leave it out: Lumen detects SLURM. SIGUSR1 saves, and exits with code 75 to requeue.",
+    "TestTubeLogger": _CUSTOM_LOGGER,
+    "TorchElasticEnvironment": _ENVIRONMENT,
     "TorchSyncBatchNorm": "Use trainer.sync_batchnorm.",
     "XLAProfiler": "Lumen does not support TPUs.",
     "find_shared_parameters": "Write parameters(remove_duplicate=False).",

@@ -58,7 +58,7 @@ class WandbLogger(Service):
     file = "wandb.json"
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "add_file_policy": "Leave it out: Lumen does not upload checkpoints.",
-        "anonymous": "Leave it out: wandb no longer has anonymous runs.",
+        "anonymous": "Leave it out: W&B no longer has anonymous runs.",
         "checkpoint_name": "Leave it out: Lumen does not upload checkpoints.",
         "log_model": UPLOADING,
         "resume": "Leave it out: a resumed run continues its W&B run. To continue a different W&B run, set id.",

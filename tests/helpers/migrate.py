@@ -4,6 +4,7 @@ import io
 from contextlib import redirect_stderr, redirect_stdout
 
 from lumen.cli import main
+from lumen.tools.migrate.command import migrate_project
 
 
 def run_migrate(*words):
@@ -18,3 +19,11 @@ def run_migrate_write(path, *words):
     code, out, err = run_migrate(path, "--write", *words)
     assert out == ""
     return code, err
+
+
+def migrate_text(tmp_path, text, name="a.py"):
+    """Return a file's text with its edits, and the notes."""
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    found = migrate_project(path)
+    return (found[0].after, [note.sentence for note in found[0].notes]) if found else (text, [])

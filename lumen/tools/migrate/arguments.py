@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, final
 
 import lumen
 from lumen.errors.arguments import is_neutral_argument
-from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_LOG
+from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_LOG, INSTEAD_IN_SAVE, INSTEAD_OF_CLASSES, RENAMED
 from lumen.tools.migrate.source import EditableSource, ItemEditor, SourceItem
 
 
@@ -33,7 +33,18 @@ class UnknownValue:
     """Value of an argument that is not a literal."""
 
 
+@final
+class _Expression(NamedTuple):
+    """Python source of a new value."""
+
+    text: str
+
+
 UNKNOWN, UNCHANGED = UnknownValue(), object()
+_GetClass = Callable[[ast.expr], str | None]
+_SIMPLE = ast.Name | ast.Attribute | ast.Subscript | ast.Call
+#: Classes that Lightning 1 also accepted as `checkpoint_callback` and `early_stop_callback`.
+_CALLBACK_CLASSES = ("ModelCheckpoint", "EarlyStopping")
 _REMOVED, _NO_CHANGE = ArgumentChange({}), ArgumentChange()
 
 
@@ -63,7 +74,10 @@ POSITIONS: Mapping[str, str] = {
 }
 #: Notes on removed arguments of DDP. The other classes have their own notes in `INSTEAD`.
 _DDP_NOTES = {
+    "accelerator": "Set accelerator of the trainer.",
     "ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.",
+    "parallel_devices": "Set devices of the trainer.",
+    "process_group_backend": "Leave it out: Lumen uses NCCL for GPUs, and gloo for the CPU.",
     "timeout": "Set timeout_s, in seconds.",
 }
 #: Unknown arguments that change the training. They stay, so that Lumen raises an error for them.
@@ -74,7 +88,6 @@ _KEPT_ARGUMENTS = {
                 "plugins", "stochastic_weight_avg", "tpu_cores", "truncated_bptt_steps"),
 }  # fmt: skip
 _KEPT_CLASSES = ("FSDP",)
-_UNNEEDED = {"cpu_stats", "accelerator", "parallel_devices", "flush_logs_every_n_steps", "process_group_backend"}
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
         "gradient_clip": "gradient_clip_val",
@@ -89,6 +102,8 @@ _RESUME_NOTE = (
     "resume: Lumen resumes from its own checkpoints, which are directories. For the weights of Lightning's .ckpt: "
     "lumen convert FILE OUT.safetensors, and Trainer(init_from=OUT.safetensors)."
 )
+_SUMMARY_NOTE = "enable_model_summary: for a value of None, write False; for full, add ModelSummary(max_depth=-1)."
+_GPUS_NOTE = 'gpus: for a value of 0 or None, set accelerator="cpu".'
 _DEVICES_NOTE = "devices: a number of devices. Choose the devices by CUDA_VISIBLE_DEVICES."
 _PRECISION_NOTE = "precision: 16-true would train float16 parameters without a loss scale. Use fp16, or bf16-true."
 _INTERVAL_NOTE = (
@@ -130,9 +145,7 @@ def _change_accelerator(value: Any) -> ArgumentChange:
 
 def _change_gpus(value: Any) -> ArgumentChange:
     if value is UNKNOWN:
-        return ArgumentChange(
-            {"accelerator": "gpu", "devices": UNCHANGED}, 'gpus: for a value of 0 or None, set accelerator="cpu".'
-        )
+        return ArgumentChange({"accelerator": "gpu", "devices": UNCHANGED}, _GPUS_NOTE)
     if value in (None, 0, "0", []):
         return _REMOVED
     devices = _change_devices(value)
@@ -169,7 +182,7 @@ _BY_VALUE: Mapping[tuple[str, str], Callable[[Any], ArgumentChange]] = {
     ("Trainer", "gpus"): _change_gpus,
     ("Trainer", "precision"): _change_precision,
     ("Trainer", "progress_bar_refresh_rate"): lambda value: (
-        ArgumentChange({"enable_progress_bar": False}) if value == 0 else _REMOVED
+        ArgumentChange({"enable_progress_bar": False}) if value == 0 else _NO_CHANGE
     ),
     ("Trainer", "reload_dataloaders_every_epoch"): _make_flag_change({"reload_dataloaders_every_n_epochs": 1}),
     ("Trainer", "resume_from_checkpoint"): lambda value: (
@@ -180,20 +193,24 @@ _BY_VALUE: Mapping[tuple[str, str], Callable[[Any], ArgumentChange]] = {
         ArgumentChange(None, _INTERVAL_NOTE) if type(value) is int else _NO_CHANGE
     ),
     ("Trainer", "weights_summary"): lambda value: (
-        ArgumentChange({"enable_model_summary": value is UNKNOWN}) if value in (None, UNKNOWN) else _REMOVED
+        ArgumentChange({"enable_model_summary": value is UNKNOWN}, _SUMMARY_NOTE if value is UNKNOWN else "")
+        if value in (None, UNKNOWN)
+        else _REMOVED
+        if value == "top"
+        else _NO_CHANGE
     ),
 }
-#: New names of the arguments of methods; None removes the argument.
-METHODS: Mapping[str, Mapping[str, str | None]] = {
-    "fit": {"train_dataloader": "train_dataloaders"},
-    "log": dict.fromkeys(INSTEAD_IN_LOG),
-    "log_dict": dict.fromkeys(INSTEAD_IN_LOG),
-    "save_checkpoint": dict.fromkeys(("weights_only", "storage_options")),
-    "scale_batch_size": {"max_val": None},
-    "test": {"test_dataloaders": "dataloaders"},
-    "validate": {"val_dataloaders": "dataloaders"},
+#: Replacements for the arguments of methods.
+METHODS: Mapping[str, Mapping[str, str]] = {
+    "fit": {"train_dataloader": "Use train_dataloaders.", "val_dataloader": "Use val_dataloaders."},
+    "log": INSTEAD_IN_LOG,
+    "log_dict": INSTEAD_IN_LOG,
+    "load_from_checkpoint": {"hparams_file": "Pass its values as keyword arguments."},
+    "save_checkpoint": INSTEAD_IN_SAVE,
+    "scale_batch_size": {"max_val": "Leave it out: the search ends at the largest size that fits."},
+    "test": {"test_dataloaders": "Use dataloaders."},
+    "validate": {"val_dataloaders": "Use dataloaders."},
 }
-_STORAGE_NOTE = "storage_options: set the environment variables of the object store."
 
 
 def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
@@ -206,36 +223,41 @@ def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
     """
     if (rule := _BY_VALUE.get((owner, name))) is not None and (change := rule(value)) is not _NO_CHANGE:
         return change
-    if name in _list_accepted(owner) or owner == "LambdaCallback":
-        return _NO_CHANGE
     kind = getattr(lumen, owner)
-    note = getattr(kind, "INSTEAD", {}).get(name) or (_DDP_NOTES.get(name, "") if owner == "DDP" else "")
+    instead = getattr(kind, "INSTEAD", {})
+    has_kwargs = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(kind).parameters.values())
+    if name in _list_accepted(owner) or owner == "LambdaCallback" or (has_kwargs and name not in instead):
+        return _NO_CHANGE
+    note = instead.get(name) or (_DDP_NOTES.get(name, "") if owner == "DDP" else "")
     new = _RENAMED.get(owner, {}).get(name)
     if new is None and (use := _USE.fullmatch(note)) is not None and use[1] in _list_accepted(owner):
         new = use[1]
     if new is not None:
         change = get_change(owner, new, value)
         return change if change.arguments is not None else ArgumentChange({new: UNCHANGED}, change.sentence)
-    if _is_off(value) or name in _UNNEEDED or is_neutral_argument(kind, name, value) or note.startswith("Leave it out"):
+    neutral = getattr(kind, "NEUTRAL", {}).get(name, ())
+    if is_neutral_argument(kind, name, value) or (_is_off(value) and (value is None or not neutral)):
         return _REMOVED
-    stays = not note or owner in _KEPT_CLASSES or name in _KEPT_ARGUMENTS.get(owner, ())
-    subject = f"{name} of {owner}" if stays else f"{name} of {owner} is left out"
-    return ArgumentChange(None if stays else {}, f"{subject}. {note or f'{owner} has no argument {name}.'}")
+    if not note or owner in _KEPT_CLASSES or name in _KEPT_ARGUMENTS.get(owner, ()):
+        return ArgumentChange(None, f"{name} of {owner}. {note or f'{owner} has no argument {name}.'}")
+    return ArgumentChange({}, format_left_out(f"{name} of {owner}", note))
 
 
-def get_method_change(method: str, name: str) -> ArgumentChange:
+def format_left_out(subject: str, note: str) -> str:
+    """Return the note on code that the command leaves out."""
+    reason = note.removeprefix("Leave it out").lstrip(":; .")
+    return f"{subject} is left out. {reason[:1].upper()}{reason[1:]}".strip()
+
+
+def get_method_change(method: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
     """Return the change of an argument of a method."""
-    owner = lumen.TaskModule if method in ("log", "log_dict") else lumen.Trainer
-    found = getattr(lumen.Tuner if method == "scale_batch_size" else owner, method)
-    takes = inspect.signature(found).parameters
-    if name in takes or name not in METHODS[method]:
+    note = METHODS.get(method, {}).get(name)
+    if note is None:
         return _NO_CHANGE
-    new = METHODS[method][name]
-    return (
-        ArgumentChange({new: UNCHANGED})
-        if new is not None
-        else ArgumentChange({}, _STORAGE_NOTE if name == "storage_options" else "")
-    )
+    if (use := _USE.fullmatch(note)) is not None:
+        return ArgumentChange({use[1]: UNCHANGED})
+    is_neutral = _is_off(value) or (name, value) in (("method", "fit"), ("max_val", 8192))
+    return _REMOVED if is_neutral else ArgumentChange({}, format_left_out(f"{name} of {method}", note))
 
 
 def list_positional_names(name: str, owner: str) -> tuple[list[str], list[str]]:
@@ -263,11 +285,16 @@ _PLAIN = re.compile(r"[A-Za-z_][\w.-]*$")
 
 def format_value(value: Any, kind: _Kind) -> str:
     """Return plain data as Python or YAML source."""
+    if isinstance(value, _Expression):
+        return value.text
     if isinstance(value, str):
         return value if kind == "yaml" and _PLAIN.match(value) else f'"{value}"'
     return repr(value) if kind == "python" else str(value).lower()
 
 
+#: Loggers that write to the run directory, and the trainer's arguments in place of their first arguments.
+FILE_LOGGERS = ("CSVLogger", "TensorBoardLogger")
+RUN_DIRECTORY: Mapping[str, str] = {"save_dir": "default_root_dir", "name": "name"}
 _LIMITS = {"max_epochs", "max_steps", "max_time", "max_nb_epochs", "fast_dev_run"}
 _ENDLESS = 1000  # Lightning's max_epochs if no argument limits a run
 
@@ -279,36 +306,59 @@ class CallEditor:
     Args:
         source: The text of the file.
         note: Function that records a note on a line.
+        get_class: Function that returns the full name of the Lightning class of which a value is an object, or None.
         calls_fit: True if the project calls a trainer's `fit`.
     """
 
-    def __init__(self, source: EditableSource, note: Callable[[int, str], None], *, calls_fit: bool) -> None:
-        self._source, self._note, self._calls_fit = source, note, calls_fit
+    def __init__(
+        self, source: EditableSource, note: Callable[[int, str], None], get_class: _GetClass, *, calls_fit: bool
+    ) -> None:
+        self._source, self._note, self._get_class, self._calls_fit = source, note, get_class, calls_fit
+        #: Arguments of loggers that become arguments of a trainer, by the trainer's call.
+        self.moved: dict[ast.Call | ast.Dict, dict[str, ast.expr]] = {}
 
     def edit_method(self, node: ast.Call, method: str) -> None:
         """Edit the arguments of a call of a method of the trainer, the tuner or the task."""
         items = ItemEditor(self._source, node)
         for item in items.all:
             if item.name is not None:
-                self._apply_change(items, item, get_method_change(method, item.name))
+                self._apply_change(items, item, get_method_change(method, item.name, _parse_literal(item.value)))
         items.apply_edits()
 
-    def edit_constructor(self, node: ast.Call | ast.Dict, lightning_name: str, owner: str) -> None:
+    def edit_constructor(
+        self, node: ast.Call | ast.Dict, lightning_name: str, owner: str, *, is_direct: bool = True
+    ) -> None:
         """Edit the arguments of a class.
 
         Args:
             node: The call, or a dictionary of its arguments.
             lightning_name: Name of the Lightning class.
             owner: Name of the Lumen class.
+            is_direct: False if the call receives the class as its first argument, as `functools.partial` does.
         """
         items, shifted = ItemEditor(self._source, node), False
         their_order, our_order = list_positional_names(lightning_name, owner)
+        if not is_direct:  # The first argument is the class.
+            their_order, our_order = ["", *their_order], ["", *our_order]
+        objects = [item for item in items.all if owner == "Trainer" and self._is_callback(item)]
+        present = {
+            item.name for item in items.all
+            if item.name and get_change(owner, item.name, _parse_literal(item.value)).arguments is None
+        }  # fmt: skip
+        done = self._edit_plugins(items) if owner == "Trainer" else set()
+        present |= done
         for number, item in enumerate(items.all):
             positional = item.name is None and items.is_call and self._source.text[item.start] != "*"
             name = their_order[number] if positional and number < len(their_order) else item.name
-            if name is None:
+            if not name or item in objects or name in done:
                 continue
             change = get_change(owner, name, _parse_literal(item.value))
+            if change.arguments is not None:
+                added = {key: new for key, new in change.arguments.items() if key == name or key not in present}
+                change = change._replace(arguments=added)
+                present |= {*added}
+            if any(item.value in values.values() for values in self.moved.values()):
+                change = _REMOVED
             moved = positional and (shifted or our_order[number : number + 1] != [name])
             self._apply_change(items, item, change)
             shifted = shifted or change.arguments is not None
@@ -316,12 +366,89 @@ class CallEditor:
                 self._source.replace(item.start, item.start, f"{name}=")
             if owner == "CLI" and name == "trainer_defaults" and isinstance(item.value, ast.Dict):
                 self.edit_constructor(item.value, "Trainer", "Trainer")
-        is_limited = bool({item.name for item in items.all} & {*_LIMITS, None})
-        if owner == "Trainer" and items.is_call and self._calls_fit and not is_limited:
-            items.add(f"max_epochs={_ENDLESS}")
+        names = {item.name for item in items.all}
+        new = [f"{name}={self._source.get_text(value)}" for name, value in self.moved.get(node, {}).items()]
+        if owner == "Trainer" and items.is_call and self._calls_fit and names.isdisjoint({*_LIMITS, None}):
+            new.append(f"max_epochs={_ENDLESS}")
+        items.add(", ".join(new))
+        self._join_callbacks(items, objects)
         items.apply_edits()
 
+    def edit_defaults(self, node: ast.Dict, groups: Mapping[str, str]) -> None:
+        """Edit the defaults of options, such as `"trainer.gpus"`.
+
+        Args:
+            node: Dictionary with the defaults by the name of the option.
+            groups: Name of the Lumen class by the group of options.
+        """
+        items = ItemEditor(self._source, node)
+        for item in items.all:
+            group, _, name = (item.name or "").partition(".")
+            if group not in groups or not name or "." in name:
+                continue
+            change = get_change(groups[group], name, _parse_literal(item.value))
+            if change.arguments:
+                change = change._replace(arguments={f"{group}.{key}": new for key, new in change.arguments.items()})
+            self._apply_change(items, item, change)
+        items.apply_edits()
+
+    def _is_callback(self, item: SourceItem) -> bool:
+        """Return True for an argument of Lightning 1.0 to 1.4 that is one callback."""
+        names = ("checkpoint_callback", "early_stop_callback")
+        return item.name in names and (self._get_class(item.value) or "").rpartition(".")[2] in _CALLBACK_CLASSES
+
+    def _join_callbacks(self, items: ItemEditor, objects: list[SourceItem]) -> None:
+        """Move callbacks that have arguments of their own into the argument `callbacks`."""
+        moved = ", ".join(self._source.get_text(item.value) for item in objects)
+        present = next((item for item in items.all if item.name == "callbacks"), None)
+        if present is not None and moved:
+            start, end = self._source.get_span(present.value)
+            if isinstance(present.value, ast.List):
+                self._source.replace(start, start + 1, f"[{moved}, " if present.value.elts else f"[{moved}")
+            elif _parse_literal(present.value) is None:
+                self._source.replace(start, end, f"[{moved}]")
+            else:
+                self._source.replace(start, end, f"[*{self._source.text[start:end]}, {moved}]")
+        for item in objects[present is None :]:
+            items.remove(item)
+        if objects and present is None:
+            self._source.replace(objects[0].start, objects[0].end, f"{items.format_name('callbacks')}[{moved}]")
+
+    def _edit_plugins(self, items: ItemEditor) -> set[str]:
+        """Remove plugins that Lumen does not need, and rename `plugins` if its value is a strategy.
+
+        Returns:
+            The names of the arguments that need no other edit.
+        """
+        item = next((each for each in items.all if each.name == "plugins"), None)
+        if item is None:
+            return set()
+        plugins = item.value.elts if isinstance(item.value, ast.List | ast.Tuple) else [item.value]
+        kinds = [(self._get_class(each) or "").rpartition(".")[2] for each in plugins]
+        if len(kinds) == 1 and RENAMED.get(kinds[0]) in ("lumen.DDP", "lumen.FSDP"):
+            start, end = self._source.get_span(item.value)
+            inner, outer = self._source.get_span(plugins[0])
+            self._source.replace(*item.named, items.format_name("strategy").removesuffix("=").removesuffix(": "))
+            self._source.replace(start, inner, "")
+            self._source.replace(outer, end, "")
+            for each in items.all:
+                if each.name == "strategy":
+                    items.remove(each)
+            return {"plugins", "strategy"}
+        notes = [INSTEAD_OF_CLASSES.get(kind, "") for kind in kinds]
+        if not notes or not all(note.startswith("Leave it out") for note in notes):
+            return set()
+        for kind, note in zip(kinds, notes, strict=True):
+            self._note(self._source.get_line_number(item.start), format_left_out(kind, note))
+        items.remove(item)
+        return {"plugins"}
+
     def _apply_change(self, items: ItemEditor, item: SourceItem, change: ArgumentChange) -> None:
+        if change.sentence == _GPUS_NOTE and change.arguments and "accelerator" in change.arguments:
+            text = self._source.get_text(item.value)
+            text = text if isinstance(item.value, _SIMPLE) else f"({text})"
+            accelerator, devices = _Expression(f'"gpu" if {text} else "cpu"'), _Expression(f"{text} or 1")
+            change = ArgumentChange({**change.arguments, "accelerator": accelerator, "devices": devices})
         if change.sentence:
             self._note(self._source.get_line_number(item.start), change.sentence)
         if change.arguments is None:

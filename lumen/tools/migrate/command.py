@@ -8,6 +8,7 @@ import io
 import os
 import re
 import tokenize
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -18,15 +19,15 @@ import yaml
 from lumen.cli.commands import CommandParser
 from lumen.console import console, stderr, stdout
 from lumen.errors import ConfigError
-from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.tools.migrate import COMMAND
 from lumen.tools.migrate.config import ConfigEditor, find_config_groups
 from lumen.tools.migrate.names import FileNames
+from lumen.tools.migrate.notebook import Notebook
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses, find_unsaved, list_files
 from lumen.tools.migrate.python import FileEditor, MigrationNote, iterate_used_names
+from lumen.tools.migrate.texts import ANY_LIGHTNING, edit_commands_of_pip, edit_text
 from lumen.tools.migrate.transformers import TrainerEditor, uses_trainer
 from lumen.tools.terminal import format_count, make_table_console
-from lumen.version import DISTRIBUTION
 
 _DESCRIPTION = (
     "The command prints the edits as a diff for `git apply`, and on stderr the places to check by hand, with file and "
@@ -34,10 +35,7 @@ _DESCRIPTION = (
     "or git could not undo the edits. Only --check runs code of the project, in copies. Its exit code: 0 if all losses "
     "are equal; 1 if not; 2 if the projects cannot be compared."
 )
-_ANY = re.compile(rf"\b({'|'.join(sorted(LIGHTNING_PACKAGES, reverse=True))})\b")
-_REQUIRED = re.compile(r"(?<![\w/.-])(pytorch[-_]lightning|lightning)(?=$|[\s\"'\[<>=~!;,:])")
-_NOTEBOOK_NOTE = "notebooks are not edited. Edit the imports and the trainer's arguments by hand, as in the diff."
-_PACKAGE_NOTE = f"replace Lightning by {DISTRIBUTION}."
+_LOGGERS = re.compile(r"\b[A-Z]\w*Logger\b")
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 
@@ -116,16 +114,18 @@ def migrate_project(path: Path) -> list[MigratedFile]:
     Raises:
         ConfigError: The path does not exist.
     """
-    python: dict[Path, tuple[ParsedFile, str]] = {}
+    python: dict[Path, tuple[ParsedFile, str, Notebook | None]] = {}
     found: list[MigratedFile] = []
     rest: list[tuple[Path, str, str]] = []
     for file in list_files(path):
         try:
             text, encoding = _read_file(file)
-            if file.suffix in (".py", ".pyi"):
-                tree = ast.parse(text)
-                python[file] = (ParsedFile(text, tree, FileNames(tree)), encoding)
-            else:
+            notebook = Notebook(text) if file.suffix == ".ipynb" and ANY_LIGHTNING.search(text) else None
+            if file.suffix in (".py", ".pyi") or notebook is not None:
+                code = text if notebook is None else notebook.code
+                tree = ast.parse(code)
+                python[file] = (ParsedFile(code, tree, FileNames(tree)), encoding, notebook)
+            elif file.suffix != ".ipynb":
                 rest.append((file, text, encoding))
         except RecursionError:
             found.append(MigratedFile(file, problem="the file is nested too deeply."))
@@ -133,38 +133,56 @@ def migrate_project(path: Path) -> list[MigratedFile]:
             found.append(MigratedFile(file, problem=f"line {error.lineno or 1}: not valid Python: {error.msg}."))
         except (OSError, UnicodeError, ValueError) as error:
             found.append(MigratedFile(file, problem=f"the file cannot be read: {error}."))
-    classes = ProjectClasses(parsed for parsed, _ in python.values())
-    used = frozenset(name for parsed, _ in python.values() for name in iterate_used_names(parsed.tree))
-    for file, (parsed, encoding) in python.items():
+    modules = {part for file in python for part in file.with_suffix("").parts}
+    classes = ProjectClasses((parsed for parsed, *_ in python.values()), modules)
+    used = frozenset(name for parsed, *_ in python.values() for name in iterate_used_names(parsed.tree))
+    used |= {name for _, text, _ in rest for name in _LOGGERS.findall(text)}
+    for file, (parsed, encoding, notebook) in python.items():
         is_other = uses_trainer(parsed) and not parsed.names.all_bindings
         editor = TrainerEditor(parsed) if is_other else FileEditor(parsed, classes, used)
         after, notes = editor.edit()
-        found.append(MigratedFile(file, parsed.text, after, encoding, tuple(notes)))
+        before, problem = parsed.text, _find_syntax_error(after)
+        if problem is not None:
+            found.append(MigratedFile(file, problem=f"the edits would not be valid Python: {problem}."))
+            continue
+        if notebook is not None:
+            notes = [note._replace(line=notebook.find_cell(note.line)) for note in notes]
+            before, after = notebook.write(before), edit_commands_of_pip(notebook.write(after))
+        found.append(MigratedFile(file, before, after, encoding, tuple(notes)))
     groups = find_config_groups((file, text) for file, text, _ in rest if file.suffix in (".yaml", ".yml"))
-    uses_lightning = bool(groups) or any(parsed.names.all_bindings for parsed, _ in python.values())
-    found += [
-        _migrate_other(file, text, encoding, groups, uses_lightning=uses_lightning) for file, text, encoding in rest
-    ]
+    uses_lightning = bool(groups) or any(parsed.names.all_bindings for parsed, *_ in python.values())
+    imported = {full.split(".")[0] for parsed, *_ in python.values() for full in parsed.names.imported.values()}
+    for file, text, encoding in rest:
+        if uses_lightning or ANY_LIGHTNING.search(text):
+            edited = _migrate_other(file, text, classes, groups, uses_torchmetrics="torchmetrics" in imported)
+            found.append(edited._replace(before=text, encoding=encoding))
     return sorted(each for each in found if each.problem or each.notes or each.after != each.before)
 
 
+def _find_syntax_error(text: str) -> str | None:
+    """Return the error in a Python text, or None."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(text, "edited", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno or 1}: {error.msg}"
+    return None
+
+
 def _migrate_other(
-    file: Path, text: str, encoding: str, groups: Mapping[str, str], *, uses_lightning: bool
+    file: Path, text: str, classes: ProjectClasses, groups: Mapping[str, str], *, uses_torchmetrics: bool
 ) -> MigratedFile:
     """Return the edits of a file that is not Python."""
-    if file.suffix in (".yaml", ".yml") and (uses_lightning or _ANY.search(text)):
+    if file.suffix in (".yaml", ".yml"):
         try:
-            after, notes = ConfigEditor(text).edit(groups, file.parent.name)
+            after, notes = ConfigEditor(text, classes).edit(groups, file.parent.name)
         except yaml.YAMLError as error:
-            problem = f"not valid YAML: {getattr(error, 'problem', None) or error}." if _ANY.search(text) else None
-            return MigratedFile(file, problem=problem)
-        if notes or after != text or not _REQUIRED.search(text):
-            return MigratedFile(file, text, after, encoding, tuple(notes))
-    if file.suffix == ".ipynb":
-        is_ours = _ANY.search(text) or "TrainingArguments(" in text
-        return MigratedFile(file, notes=(MigrationNote(1, _NOTEBOOK_NOTE),) if is_ours else ())
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if _REQUIRED.search(line.split("#")[0])]
-    return MigratedFile(file, text, text, encoding, tuple(MigrationNote(number, _PACKAGE_NOTE) for number in lines))
+            problem = f"not valid YAML: {getattr(error, 'problem', None) or error}."
+            return MigratedFile(file, after=text, problem=problem if ANY_LIGHTNING.search(text) else None)
+        if notes or after != text:
+            return MigratedFile(file, after=after, notes=tuple(notes))
+    after, notes = edit_text(file, text, uses_torchmetrics=uses_torchmetrics)
+    return MigratedFile(file, after=after, notes=tuple(notes))
 
 
 def _read_file(file: Path) -> tuple[str, str]:
@@ -222,13 +240,19 @@ def _print_diff(lines: Iterable[str]) -> None:
 
 def _print_report(found: list[MigratedFile], edited: list[MigratedFile], path: Path, *, written: bool) -> None:
     """Print the notes, the problems and a summary to stderr."""
-    notes = [(f"{_format_path(each.path, path)}:{note.line}", note.sentence) for each in found for note in each.notes]
+    places: dict[str, list[str]] = {}
+    for each in found:
+        for note in each.notes:
+            number = f"cell {note.line}" if each.path.suffix == ".ipynb" else note.line
+            places.setdefault(note.sentence, []).append(f"{_format_path(each.path, path)}:{number}")
     if stdout.isatty() and stderr.isatty() and edited and not written:
         print(file=stderr)
-    if notes:
+    if places:
         print("To check by hand:", file=stderr)
-    for where, sentence in notes:
-        _print_sentence(where, sentence)
+    for sentence, where in places.items():
+        _print_sentence(where[0], sentence)
+        if where[1:]:
+            _print_sentence("    also", ", ".join(where[1:]), style="")
     for each in found:
         if each.problem:
             _print_sentence(_format_path(each.path, path), f"not edited: {each.problem}", style="bold red")
@@ -240,7 +264,7 @@ def _print_report(found: list[MigratedFile], edited: list[MigratedFile], path: P
         else "nothing to edit"
     )
     end = "" if not edited else "written" if written else "`--write` makes these edits"
-    print(f"{summary}{end}; {format_count(len(notes), 'place')} to check by hand", file=stderr)
+    print(f"{summary}{end}; {format_count(sum(map(len, places.values())), 'place')} to check by hand", file=stderr)
 
 
 def _print_sentence(where: str, sentence: str, style: str = "bold") -> None:

@@ -12,9 +12,18 @@ from typing import Any, final
 import yaml
 
 from lumen.cli.classes import find_counterpart
-from lumen.errors.lightning_names import LIGHTNING_PACKAGES
-from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, format_value, get_change
-from lumen.tools.migrate.names import get_short_name
+from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES
+from lumen.tools.migrate.arguments import (
+    FILE_LOGGERS,
+    RUN_DIRECTORY,
+    UNCHANGED,
+    UNKNOWN,
+    format_left_out,
+    format_value,
+    get_change,
+)
+from lumen.tools.migrate.names import find_new_name, get_short_name
+from lumen.tools.migrate.project import ProjectClasses
 from lumen.tools.migrate.python import MigrationNote
 from lumen.tools.migrate.source import EditableSource
 
@@ -31,14 +40,16 @@ class ConfigEditor:
 
     Args:
         text: Contents of the file.
+        classes: The classes of the project.
 
     Raises:
         yaml.YAMLError: The text is not valid YAML.
     """
 
-    def __init__(self, text: str) -> None:
-        self._source = EditableSource(text)
+    def __init__(self, text: str, classes: ProjectClasses | None = None) -> None:
+        self._source, self._classes = EditableSource(text), classes or ProjectClasses([])
         self._notes: dict[MigrationNote, None] = {}
+        self._moved: list[yaml.Node] = []
         self._roots = [node for node in yaml.compose_all(text, yaml.SafeLoader) if isinstance(node, yaml.MappingNode)]
 
     def edit(
@@ -67,8 +78,13 @@ class ConfigEditor:
         keys = {key.value: value for key, value in root.value if isinstance(key, yaml.ScalarNode)}
         trainer = keys.get("trainer")
         if isinstance(trainer, yaml.MappingNode):
+            self._move_run_directory(trainer)
             self._edit_arguments(trainer, "Trainer")
             self._edit_cli_settings(root, keys)
+        for group, owner in self._classes.option_groups.items():
+            options = keys.get(group) if group != "trainer" else None
+            if isinstance(options, yaml.MappingNode):
+                self._edit_arguments(options, owner, (root, group))
         for command in _COMMANDS:
             if isinstance(keys.get(command), yaml.MappingNode):
                 self._edit_top(keys[command])
@@ -93,6 +109,26 @@ class ConfigEditor:
             before = "" if self._source.text[:at].endswith(("\n", "\r")) or at == 0 else self._source.newline
             self._source.replace(at, at, before + text)
 
+    def _move_run_directory(self, trainer: yaml.MappingNode) -> None:
+        """Move the directory and name of the first logger that writes files to the trainer."""
+        entries = _get_entries(trainer)
+        loggers = entries.get("logger")
+        several = loggers.value if isinstance(loggers, yaml.SequenceNode) else [loggers]
+        first = several[0] if several else None
+        arguments = _get_entries(_get_entries(first).get("init_args"))
+        kind = get_short_name(str(getattr(_get_entries(first).get("class_path"), "value", "")))
+        if loggers is None or kind not in FILE_LOGGERS or trainer.flow_style:
+            return
+        for name, new in RUN_DIRECTORY.items():
+            value = arguments.get(name)
+            text = self._get_text(value) if isinstance(value, yaml.ScalarNode) and _as_plain(value) is not None else ""
+            if value is not None and text and new not in entries and "default_root_dir" not in text:
+                self._moved.append(value)
+                line = f"{' ' * trainer.start_mark.column}{new}: {text}{self._source.newline}"
+                at = self._find_end(loggers)
+                before = "" if self._source.text[:at].endswith(("\n", "\r")) else self._source.newline
+                self._source.replace(at, at, before + line)
+
     def _find_end(self, node: yaml.Node) -> int:
         """Return the offset of the line after the last line of a value."""
         last = _find_last_scalar(node)
@@ -102,7 +138,7 @@ class ConfigEditor:
         """Rename the classes in a mapping, and edit their arguments."""
         for key, value in node.value:  # A config may name a callback without class_path.
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                new = self._rename_class(each) or ""
+                new = self._rename_class(each) or self._get_constructed_class(each)
                 arguments = _get_entries(node).get("init_args")
                 if new.startswith("lumen.") and _HYDRA_KEY.fullmatch(str(key.value)):
                     self._edit_arguments(node, get_short_name(new))
@@ -115,10 +151,21 @@ class ConfigEditor:
             return None
         found = find_counterpart(node.value)
         if found is None or found.name is None:
-            self._add_note(node, f"{node.value}: {found.advice if found else 'Lumen has no such module.'}")
+            advice = found.advice if found is not None else "Lumen has no such module."
+            is_removed = advice.startswith("Leave it out")
+            short = get_short_name(node.value)
+            self._add_note(node, format_left_out(short, advice) if is_removed else f"{node.value}: {advice}")
             return None
         self._replace_text(node, found.name)
         return found.name
+
+    def _get_constructed_class(self, node: yaml.Node) -> str:
+        """Return the full name of the Lumen class whose constructor a class of the project inherits, or ""."""
+        short = get_short_name(node.value) if isinstance(node, yaml.ScalarNode) else ""
+        full = self._classes.get_constructed_class(short)
+        new = find_new_name(full) if full is not None else None
+        is_task = new is not None and new.name in ("TaskModule", "DataModule", "Callback")
+        return "" if new is None or is_task else f"{new.module}.{new.name}"
 
     def _edit_arguments(
         self, node: yaml.MappingNode, owner: str, within: tuple[yaml.MappingNode, str] | None = None
@@ -127,10 +174,14 @@ class ConfigEditor:
         removed = set()
         for key, value in node.value:
             name = key.value.removesuffix("+")
-            if name in ("class_path", "defaults") or _HYDRA_KEY.fullmatch(name):
+            is_class = isinstance(value, yaml.ScalarNode) and _LIGHTNING_NAME.fullmatch(value.value)
+            if name in ("class_path", "defaults") or _HYDRA_KEY.fullmatch(name) or is_class:
+                continue
+            if owner == "Trainer" and name == "plugins" and _has_only_environments(value):
+                removed.add(key.value)  # The notes on the classes give the reason.
                 continue
             change = get_change(owner, name, _as_plain(value))
-            if change.sentence:
+            if change.sentence and value not in self._moved:
                 self._add_note(key, change.sentence)
             if change.arguments:
                 self._replace_entry(node, key, value, change.arguments)
@@ -221,6 +272,13 @@ def _find_last_scalar(node: yaml.Node) -> yaml.Node:
 def _get_entries(node: yaml.Node | None) -> dict[str, yaml.Node]:
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     return {key.value: value for key, value in pairs if isinstance(key, yaml.ScalarNode)}
+
+
+def _has_only_environments(node: yaml.Node) -> bool:
+    """Return True for plugins that Lumen does not need."""
+    plugins = node.value if isinstance(node, yaml.SequenceNode) else []
+    names = [get_short_name(str(_get_entries(each).get("class_path", each).value)) for each in plugins]
+    return bool(names) and all(INSTEAD_OF_CLASSES.get(name, "").startswith("Leave it out") for name in names)
 
 
 def _iterate_mappings(node: yaml.Node, seen: frozenset[int] = frozenset()) -> Iterator[yaml.MappingNode]:

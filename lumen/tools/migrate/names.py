@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple, final
 
@@ -13,15 +13,15 @@ from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES,
 from lumen.tools.migrate.source import COMMENT, EditableSource
 
 _MODULES = (
-    "accelerators apply_func argparse base batch_size_finder callback callbacks checkpoint cli combined_loader "
-    "comet compile core csv_logs data datamodule demos device_stats_monitor distributed early_stopping enums "
-    "environments exceptions fabric finetuning gpu_stats_monitor gradient_accumulation_scheduler grads hooks "
-    "imports io lambda_function layer_sync lightning logger loggers loops lr_finder lr_monitor memory metrics "
-    "migration mlflow model_checkpoint model_helpers model_summary module neptune on_exception_checkpoint "
-    "overrides parsing plugins precision prediction_writer profiler profilers progress progress_bar pruning "
-    "pytorch rank_zero rich_model_summary rich_progress saving seed states stochastic_weight_avg strategies "
-    "tensorboard testing throughput timer tqdm_progress trainer training_type tuner types utilities wandb "
-    "warnings weight_averaging "
+    "accelerators apply_func argparse base batch_size_finder callback callbacks checkpoint cli cloud_io "
+    "combined_loader comet compile core csv_logs data datamodule decorators demos device_stats_monitor distributed "
+    "early_stopping enums environments exceptions fabric finetuning gpu_stats_monitor gradient_accumulation_scheduler "
+    "grads hooks imports io lambda_function layer_sync lightning logger loggers loops lr_finder lr_monitor memory "
+    "metrics migration mlflow model_checkpoint model_helpers model_summary module neptune on_exception_checkpoint "
+    "overrides parsing plugins precision prediction_writer profiler profilers progress progress_bar pruning pytorch "
+    "rank_zero rich_model_summary rich_progress saving seed states stochastic_weight_avg strategies tensorboard "
+    "testing throughput timer tqdm_progress trainer training_type tuner types utilities wandb warnings "
+    "weight_averaging "
 )
 #: Modules in the packages of any version of Lightning.
 MODULES = frozenset(_MODULES.split())
@@ -72,10 +72,13 @@ def is_of_lightning(full: str) -> bool:
 
 def find_new_name(full: str) -> LumenName | None:
     """Return the replacement for a class or function of Lightning, or None if Lumen has no counterpart."""
-    short = get_short_name(full)
+    short, package = get_short_name(full), full.split(".")[:2]
     if short == "__version__":
         return LumenName("lumen", short)
-    if full.split(".")[1:2] == ["fabric"] or full.startswith("lightning_fabric."):
+    if package == ["pytorch_lightning", "metrics"]:  # the origin of torchmetrics
+        is_function = ".functional." in full
+        return LumenName("torchmetrics.functional" if is_function else "torchmetrics", short)
+    if package[1:] == ["fabric"] or package[0] == "lightning_fabric":
         return LumenName("lumen", short) if short == "seed_everything" else None
     if short in lumen.__all__:
         return LumenName("lumen", short)
@@ -91,7 +94,17 @@ def find_replacement(full: str) -> str:
     short = get_short_name(full)
     if full.split(".")[1:2] == ["fabric"] or short == "Fabric" or full.startswith("lightning_fabric"):
         return "Lumen has no Fabric: write the loop as training_step of a TaskModule."
-    return INSTEAD_OF_CLASSES.get(short) or f"Lumen has no {short}."
+    return INSTEAD_OF_CLASSES.get(short) or _OLD_FUNCTIONS.get(short) or f"Lumen has no {short}."
+
+
+_RESULT = "Return the loss, and log values by self.log."
+#: Names that only Lightning 0 and 1 have.
+_OLD_FUNCTIONS: Mapping[str, str] = {
+    "EvalResult": _RESULT,
+    "TrainResult": _RESULT,
+    "auto_move_data": "Lumen moves the batches of a run; move other tensors by .to(self.device).",
+    "load": "Write torch.load.",
+}
 
 
 @final
@@ -192,6 +205,10 @@ def _get_stored_name(node: ast.AST) -> str:
     return node.arg if isinstance(node, ast.arg) else ""
 
 
+_TORCHMETRICS = (
+    "torchmetrics continues pytorch_lightning.metrics. Its metrics of classification need task, and num_classes or "
+    'num_labels: Accuracy(task="multiclass", num_classes=10).'
+)
 _AMBIGUOUS = "{} has a second meaning in a function of this file. Rename one of the two, and run lumen migrate again."
 
 
@@ -202,15 +219,18 @@ class ImportEditor:
     Args:
         source: The text of the file.
         names: The names of the file that are bound to objects of Lightning.
+        reexported: Names of Lightning that other files of the project import from files of the project.
     """
 
-    def __init__(self, source: EditableSource, names: FileNames) -> None:
-        self._source, self._names = source, names
-        self._kept: set[ImportBinding] = set()
+    def __init__(self, source: EditableSource, names: FileNames, reexported: Container[str] = ()) -> None:
+        self._source, self._names, self._reexported = source, names, reexported
+        self._kept: defaultdict[ImportBinding, list[tuple[int, int]]] = defaultdict(list)
         self._wanted: defaultdict[ImportBinding, list[LumenName]] = defaultdict(list)
         is_free = names.imported["lumen"] == "lumen" if "lumen" in names.imported else "lumen" not in names.bound
         modules = [each.local for each in names.all_bindings if is_module(each.full)]
-        kept = [local for local in modules if local in names.assigned] or ([] if is_free else modules)
+        kept = [local for local in modules if local in names.assigned or local in reexported] or (
+            [] if is_free else modules
+        )
         self._package = next(iter(kept), "lumen")
 
     def rename_use(self, node: ast.expr) -> str | None:
@@ -225,7 +245,7 @@ class ImportEditor:
         start, end = self._source.get_span(node)
         new = None if is_module(full) else find_new_name(full)
         if new is None:
-            self._kept.add(binding)
+            self._kept[binding].append((start, end))
             return None if is_module(full) else full
         text = (
             self._get_local_name(binding) if isinstance(node, ast.Name) else self._rename_through_module(binding, new)
@@ -244,6 +264,7 @@ class ImportEditor:
         """Return the new local name of an imported object."""
         new = find_new_name(binding.full)
         is_kept = binding.alias.asname is not None or binding.local in self._names.assigned
+        is_kept = is_kept or binding.local in self._reexported
         if new is None or is_kept or not self._is_free(new):
             return binding.local
         return new.name
@@ -320,9 +341,15 @@ class ImportEditor:
                 new, is_module_name = find_new_name(binding.full), is_module(binding.full)
                 is_renamed, wanted = new is None or new.name != binding.local, self._wanted[binding]
                 is_ambiguous = is_renamed and binding.local in self._names.ambiguous
+                found = self._kept[binding]
+                uses = [use for use in found if not self._source.is_replaced(*use)]
+                if new is not None and new.module.startswith("torchmetrics"):
+                    left.append((statement.lineno, _TORCHMETRICS))
                 if new is not None and not is_module_name and not is_ambiguous:
                     add_import(new, self._get_local_name(binding))
-                elif not is_module_name or is_ambiguous or binding in self._kept:
+                elif not is_module_name and not is_ambiguous and found and not uses:
+                    continue  # All uses are left out.
+                elif not is_module_name or is_ambiguous or uses:
                     short = get_short_name(binding.full)
                     note = _AMBIGUOUS if is_ambiguous else f"{short}: {find_replacement(binding.full)}"
                     left.append((statement.lineno, note.format(binding.local)))

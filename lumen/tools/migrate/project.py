@@ -7,14 +7,14 @@ import hashlib
 import inspect
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, final
 
 import lumen
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
-from lumen.tools.migrate.names import FileNames, find_new_name, get_short_name
+from lumen.tools.migrate.names import FileNames, LumenName, find_new_name, get_short_name
 
 _BASES = {
     lumen.TaskModule: "task",
@@ -26,8 +26,11 @@ _BASES = {
 }
 #: Directories of environments, caches and runs.
 FOREIGN_FOLDERS = ("__pycache__", "node_modules", "site-packages", "lightning_logs", "wandb", "mlruns")
-_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".ipynb", ".toml", ".cfg", ".txt", ".lock")
-_NAMED = ("Pipfile", "Dockerfile", "Makefile")
+_SUFFIXES = (
+    ".py", ".pyi", ".yaml", ".yml", ".ipynb", ".toml", ".cfg", ".txt", ".lock", ".json", ".md", ".sh", ".bash",
+    ".slurm", ".sbatch", ".env",
+)  # fmt: skip
+_NAMED = ("Pipfile", "Dockerfile", "Makefile", "Snakefile", "justfile")
 
 
 @final
@@ -51,14 +54,29 @@ class ProjectClasses:
 
     Args:
         files: All Python files.
+        modules: Names of the files and directories of the project, without suffixes.
     """
 
-    def __init__(self, files: Iterable[ParsedFile]) -> None:
-        self._kinds: dict[str, str] = {}
-        found = [(node, file.names) for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
-        while len(kinds := {each[0].name: kind for each in found if (kind := self.get_kind(*each))}) > len(self._kinds):
-            self._kinds = kinds
+    def __init__(self, files: Iterable[ParsedFile], modules: Container[str] = ()) -> None:
+        files = list(files)
+        self._modules = modules
+        sources = (full for file in files for full in file.names.imported.values())
+        imported = {get_short_name(full) for full in sources if self._is_own(full)}
+        bindings = (each for file in files for each in file.names.all_bindings)
+        #: Full name in Lightning by the local name that other files of the project import.
+        self.reexported = {each.local: each.full for each in bindings if each.local in imported}
+        #: Kind of each class of the project, by its name.
+        self.kinds: dict[str, str] = {}
+        nodes = [(node, file.names) for file in files for node in ast.walk(file.tree)]
+        found = [(node, names) for node, names in nodes if isinstance(node, ast.ClassDef)]
+        while len(kinds := {each[0].name: kind for each in found if (kind := self.get_kind(*each))}) > len(self.kinds):
+            self.kinds = kinds
         self._defined = {node.name: (node, names) for node, names in found}
+        #: Name of the Lumen class by the group of its options in a command line.
+        self.option_groups = {"trainer": "Trainer"}
+        for node, names in nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_lightning_class_args":
+                self._record_options(node, names)
         tasks = [node for node, names in found if self.get_kind(node, names) == "task"]
         steps = [each for node in tasks for each in node.body if getattr(each, "name", "") == "training_step"]
         #: Set of values over all training steps: True if the step returns a dictionary.
@@ -84,13 +102,31 @@ class ProjectClasses:
     def _get_base_kind(self, base: ast.expr, names: FileNames) -> str | None:
         full = names.get_full_name(base)
         if full is not None and full.split(".")[0] in ("lumen", *LIGHTNING_PACKAGES):
-            new = find_new_name(full)
-            kind = getattr(lumen, new.name, None) if new is not None and new.module == "lumen" else None
-            if not inspect.isclass(kind):
-                return None
-            return next((name for owner, name in _BASES.items() if issubclass(kind, owner)), None)
+            return _find_kind(find_new_name(full))
         short = get_short_name(full) if full is not None else getattr(base, "attr", getattr(base, "id", ""))
-        return self._kinds.get(short)
+        if full is not None and short not in self.kinds and short in self.reexported and self._is_own(full):
+            return _find_kind(find_new_name(self.reexported[short]))
+        return self.kinds.get(short)
+
+    def _is_own(self, full: str) -> bool:
+        """Return True if an object is imported from a file of the project."""
+        return full.startswith(".") or full.split(".")[0] in self._modules
+
+    def _record_options(self, node: ast.Call, names: FileNames) -> None:
+        """Record a class whose arguments are options: `parser.add_lightning_class_args(Timer, "timer")`."""
+        values = [*node.args, *(each.value for each in node.keywords)]
+        if len(values) < 2 or not isinstance(values[1], ast.Constant):
+            return
+        short = getattr(values[0], "attr", getattr(values[0], "id", ""))
+        full = names.get_lightning_name(values[0]) or self.get_constructed_class(short)
+        if full is not None and (new := find_new_name(full)) is not None and new.module == "lumen":
+            self.option_groups[str(values[1].value)] = new.name
+
+
+def _find_kind(new: LumenName | None) -> str | None:
+    """Return the kind of a class of Lumen, or None."""
+    kind = getattr(lumen, new.name, None) if new is not None and new.module == "lumen" else None
+    return next((name for owner, name in _BASES.items() if inspect.isclass(kind) and issubclass(kind, owner)), None)
 
 
 def _returns_dictionary(step: ast.AST) -> bool:

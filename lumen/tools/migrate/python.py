@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeGuard, final
 
 import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
 from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNING_PACKAGES, NOT_IN_CLI
 from lumen.task.hooks import HOOKS, NOT_CALLED
 from lumen.task.steps import REMOVED_ARGUMENTS
-from lumen.tools.migrate.arguments import METHODS, CallEditor
+from lumen.tools.migrate.arguments import FILE_LOGGERS, METHODS, RUN_DIRECTORY, CallEditor, format_left_out
+from lumen.tools.migrate.epoch_ends import EpochEndEditor
 from lumen.tools.migrate.names import ImportEditor, find_new_name, find_replacement, get_short_name, is_module
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
 from lumen.tools.migrate.source import EditableSource
@@ -42,10 +45,12 @@ class MethodEditor:
     Args:
         source: The text of the file.
         note: Function that records a note on a node.
+        used: Names that the project uses.
     """
 
-    def __init__(self, source: EditableSource, note: Callable[[ast.AST, str], None]) -> None:
+    def __init__(self, source: EditableSource, note: Callable[[ast.AST, str], None], used: frozenset[str]) -> None:
         self._source, self._note = source, note
+        self._epoch_ends = EpochEndEditor(source, note, used)
 
     def edit_methods(self, owner: ast.ClassDef, kind: str) -> None:
         """Edit or note all methods of a class.
@@ -57,6 +62,8 @@ class MethodEditor:
         methods = {each.name: each for each in owner.body if isinstance(each, _Function)}
         not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
         for name, method in methods.items():
+            if kind == "task" and self._epoch_ends.edit(method, methods):
+                continue
             if name in not_called:
                 self._note(method, f"Lumen does not call {name}. {not_called[name]}")
             elif kind in ("task", "callback"):
@@ -122,21 +129,42 @@ class MethodEditor:
                 )
 
 
-_CHECKPOINT_NOTE = (
+CHECKPOINT_NOTE = (
     "A checkpoint is a directory without a suffix. For the weights of Lightning's .ckpt: lumen convert FILE "
     "OUT.safetensors, and Trainer(init_from=OUT.safetensors)."
 )
-_DIRECTORY_NOTE = (
+DIRECTORY_NOTE = (
     "The directory of a run is default_root_dir/name, by default runs/NAME. The directory contains metrics.csv."
+)
+_LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+_LOADER_NOTE = (
+    "self.{0}() is None unless the task defines {0}. In configure_optimizers read "
+    "self.trainer.estimated_stepping_batches, the number of steps of the run; in hooks read self.trainer.{1}."
 )
 _EXPERIMENT_NOTE = (
     "self.logger is the first logger of the trainer. Pass lumen.TensorBoardLogger() to the trainer, or the experiment "
     "is None."
 )
 _ARGPARSE_NOTE = (
-    "The trainer has no argparse functions. Use lumen.CLI, which has an option for each argument of the trainer."
+    "Lumen has no argparse functions. Add each option that you use by parser.add_argument, and write "
+    "{}(NAME=args.NAME, ...). Or use lumen.CLI, which has an option for each argument."
 )
 _ARGPARSE_METHODS = ("from_argparse_args", "add_argparse_args", "parse_argparser", "match_env_arguments")
+_SCHEDULER_NOTE = (
+    "Lightning ignores the key scheduler next to optimizer, and Lumen raises an error. Write lr_scheduler in its place "
+    "to use the schedule, or remove the entry to train as before."
+)
+_OUTPUT_NOTE = (
+    "Lumen, as Lightning since 1.0, ignores the entry {key} of the output. Write self.log_dict({value}{options}) "
+    "before the return."
+)
+#: Decorators of Lightning that Lumen does not need, with the reason.
+_DROPPED_DECORATORS: Mapping[str, str] = {
+    "data_loader": "Lumen calls the method as it is.",
+    "parameter_validation": "Tie parameters in __init__ or configure_model: they stay tied.",
+    "rank_zero_experiment": "Lumen calls a logger in the first process only.",
+}
+_REEXPORT_NOTE = "{full} is now lumen, with Lumen's names. Write import lumen, and lumen.NAME in place of {local}.NAME."
 _STAR_NOTE = "Import the used names of Lightning one by one, in place of *."
 #: Attributes of Lightning's trainer that Lumen has under another name, which `ATTRIBUTES` gives.
 _RENAMED_ATTRIBUTES = {
@@ -152,6 +180,12 @@ _TASK_ATTRIBUTES: Mapping[str, str] = {
     "to_tensorrt": "Write lumen export RUN --format torch-export --output FILE.pt2.",
     "use_amp": "Read self.trainer.precision.",
 }
+#: Names of objects that hold settings, and whose attribute `trainer` is no trainer.
+_CONFIG_NAME = re.compile("cfg|conf|args|opt|param|setting|flags", re.I)
+#: Packages with trainers of their own.
+_OTHER_TRAINERS = ("accelerate", "ignite", "transformers", "trl")
+#: Functions that receive a class and its arguments.
+_CLASS_RECEIVERS = ("lazy_instance", "partial")
 _TRAINER_METHODS = ("fit", "validate", "test", "predict", "save_checkpoint")
 _SAME_ARGUMENTS = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
 
@@ -177,27 +211,44 @@ class FileEditor:
     def __init__(self, file: ParsedFile, classes: ProjectClasses, used: frozenset[str]) -> None:
         self._file, self._names, self._classes, self._used = file, file.names, classes, used
         self._source = EditableSource(file.text)
-        self._imports = ImportEditor(self._source, self._names)
-        self._methods = MethodEditor(self._source, self._add_note)
-        self._calls = CallEditor(self._source, self._add_line_note, calls_fit="fit" in used)
-        self._notes: dict[MigrationNote, None] = {}
+        self._imports = ImportEditor(self._source, self._names, classes.reexported)
+        self._methods = MethodEditor(self._source, self._add_note, used)
+        self._calls = CallEditor(self._source, self._add_line_note, self._get_object_class, calls_fit="fit" in used)
+        self._notes: dict[MigrationNote, tuple[int, int] | None] = {}
         self._kinds: list[str | None] = [None]
         self._bases: list[list[str]] = [[]]
+        self._defined: list[set[str]] = [set()]
         self._functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+        #: Values that the file assigns to each name.
+        self._assigned: defaultdict[str, list[ast.expr]] = defaultdict(list)
+        for each in ast.walk(file.tree):
+            targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+            value = each.value if isinstance(each, ast.Assign | ast.AnnAssign) else None
+            for target in targets if value is not None else ():
+                if isinstance(target, ast.Name) and value is not None:
+                    self._assigned[target.id].append(value)
         self._trainers, self._unpacked = self._find_trainers()
+        self._find_run_directories()
 
     def edit(self) -> tuple[str, list[MigrationNote]]:
         """Return the text with all edits, and the notes."""
         self._visit(self._file.tree)
+        for local, full in self._names.imported.items():
+            theirs = self._classes.reexported.get(local)
+            if theirs is not None and is_module(theirs) and get_short_name(full) == local:
+                line = next(n for n, text in enumerate(self._source.lines, 1) if re.search(rf"\b{local}\b", text))
+                self._add_line_note(line, _REEXPORT_NOTE.format(local=local, full=full))
         for star in self._names.star_imports:
             self._add_note(star, _STAR_NOTE)
         for line, sentence in self._imports.write_imports(self._file.tree):
             if sentence not in {note.sentence for note in self._notes}:
                 self._add_line_note(line, sentence)
-        return self._source.apply_edits(), sorted(self._notes)
+        left = (note for note, span in self._notes.items() if span is None or not self._source.is_replaced(*span))
+        return self._source.apply_edits(), sorted(left)
 
     def _add_note(self, node: ast.AST, sentence: str) -> None:
-        self._add_line_note(self._source.get_line_number(self._source.get_span(node)[0]), sentence)
+        span = self._source.get_span(node)
+        self._notes.setdefault(MigrationNote(self._source.get_line_number(span[0]), sentence), span)
 
     def _add_line_note(self, line: int, sentence: str) -> None:
         self._notes[MigrationNote(line, sentence)] = None
@@ -215,15 +266,54 @@ class FileEditor:
     def _find_trainers(self) -> tuple[set[str], set[ast.AST]]:
         """Return the names of trainer variables, and the dictionaries unpacked into arguments of `Trainer`."""
         trainers, unpacked = {"trainer"}, set()
-        assigned = [node for node in ast.walk(self._file.tree) if isinstance(node, ast.Assign)]
         for node in ast.walk(self._file.tree):
-            if isinstance(node, ast.Call) and self._get_lumen_class(self._get_lightning_class(node.func)) == "Trainer":
+            if self._is_trainer_call(node):
                 values = [each.value for each in node.keywords if each.arg is None]
                 unpacked |= {each.id for each in values if isinstance(each, ast.Name)}
-                targets = [target for each in assigned if each.value is node for target in each.targets]
-                trainers |= {each.id for each in targets if isinstance(each, ast.Name)}
-        named = ((each.value, {getattr(target, "id", None) for target in each.targets}) for each in assigned)
-        return trainers, {value for value, names in named if names & unpacked}
+                trainers |= {name for name, values in self._assigned.items() if node in values}
+        for value in self._assigned.get("trainer", ()):
+            full = self._names.get_full_name(value.func) if isinstance(value, ast.Call) else None
+            if (full or "").split(".")[0] in _OTHER_TRAINERS:
+                trainers.discard("trainer")
+        return trainers, {value for name in unpacked for value in self._assigned.get(name, ())}
+
+    def _is_trainer_call(self, node: ast.AST) -> TypeGuard[ast.Call]:
+        return isinstance(node, ast.Call) and self._get_lumen_class(self._get_lightning_class(node.func)) == "Trainer"
+
+    def _find_run_directories(self) -> None:
+        """Find the loggers whose directory and name become the trainer's."""
+        scopes = [self._file.tree, *(each for each in ast.walk(self._file.tree) if isinstance(each, _Function))]
+        for scope in scopes:  # Inner functions come later, and win.
+            for node in ast.walk(scope):
+                if self._is_trainer_call(node):
+                    given = {each.arg: each.value for each in node.keywords}
+                    found = self._find_run_directory(given.get("logger"), {*ast.walk(scope)})
+                    hidden = None in given  # An unpacked argument may have the same name.
+                    self._calls.moved[node] = {n: each for n, each in found.items() if n not in given and not hidden}
+
+    def _find_run_directory(self, logger: ast.expr | None, scope: set[ast.AST]) -> dict[str, ast.expr]:
+        """Return the trainer's arguments for the directory and name of its first logger, if that writes files."""
+        node = logger.elts[0] if isinstance(logger, ast.List) and logger.elts else logger
+        if isinstance(node, ast.Name):
+            values = [each for each in self._assigned.get(node.id, []) if each in scope]
+            node = values[0] if len(values) == 1 else None
+        full = self._get_lightning_class(node.func) if isinstance(node, ast.Call) else None
+        if not isinstance(node, ast.Call) or self._get_lumen_class(full) not in FILE_LOGGERS:
+            return {}
+        pairs = [*zip(RUN_DIRECTORY, node.args, strict=False), *((each.arg, each.value) for each in node.keywords)]
+        given = {name: value for name, value in pairs if not isinstance(value, ast.Starred)}
+        texts = {name: self._source.get_text(value) for name, value in given.items()}
+        return {
+            new: given[name]
+            for name, new in RUN_DIRECTORY.items()
+            if texts.get(name, "None") not in ("None", '""', "''")
+        }
+
+    def _get_object_class(self, node: ast.expr) -> str | None:
+        """Return the full name of the Lightning class of which a value is an object, or None."""
+        values = self._assigned.get(node.id, []) if isinstance(node, ast.Name) else [node]
+        found = (self._get_lightning_class(each.func) for each in values if isinstance(each, ast.Call))
+        return next((each for each in found if each is not None), None)
 
     def _get_lightning_class(self, function: ast.expr) -> str | None:
         """Return the full name of the Lightning class whose constructor is called, or None."""
@@ -238,7 +328,11 @@ class FileEditor:
 
     def _is_trainer(self, node: ast.expr) -> bool:
         is_variable = isinstance(node, ast.Name) and node.id in self._trainers
-        return is_variable or (isinstance(node, ast.Attribute) and node.attr == "trainer")
+        return is_variable or (
+            isinstance(node, ast.Attribute)
+            and node.attr == "trainer"
+            and not _CONFIG_NAME.search(getattr(node.value, "attr", getattr(node.value, "id", "")))
+        )
 
     # ------------------------------------------------------------------ names
 
@@ -251,12 +345,15 @@ class FileEditor:
         if full is not None and owner is not None and is_module(owner):
             self._rename_use(node)
             return True
-        if full is not None and node.attr in _ARGPARSE_METHODS:
-            self._add_note(node, _ARGPARSE_NOTE)
+        inherits = self._classes.kinds.get(getattr(node.value, "id", "")) in ("data module", "trainer")
+        if (full is not None or inherits) and node.attr in _ARGPARSE_METHODS:
+            self._visit_children(node)
+            self._add_note(node, _ARGPARSE_NOTE.format(self._source.get_text(node.value)))
+            return True
         if self._is_trainer(node.value) and node.attr in ATTRIBUTES and not hasattr(lumen.Trainer, node.attr):
             self._edit_trainer_attribute(node)
         is_logger = getattr(node.value, "attr", "") == "logger"
-        if node.attr == "experiment" and is_logger and "TensorBoardLogger" not in self._used:
+        if node.attr == "experiment" and is_logger and not any(name.endswith("Logger") for name in self._used):
             self._add_note(node, _EXPERIMENT_NOTE)
         is_of_task = (
             self._kinds[-1] == "task" and getattr(node.value, "id", "") == "self" and node.attr in _TASK_ATTRIBUTES
@@ -304,9 +401,9 @@ class FileEditor:
     def _visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str) and "\n" not in node.value:
             if node.value.endswith(".ckpt"):
-                self._add_note(node, _CHECKPOINT_NOTE)
+                self._add_note(node, CHECKPOINT_NOTE)
             if "lightning_logs" in node.value:
-                self._add_note(node, _DIRECTORY_NOTE)
+                self._add_note(node, DIRECTORY_NOTE)
 
     def _visit_Expr(self, node: ast.Expr) -> bool:
         return isinstance(node.value, ast.Constant)  # Docstrings are not visited.
@@ -318,14 +415,23 @@ class FileEditor:
         if kind in ("task", "data module", "callback", "cli"):
             self._methods.edit_methods(node, kind)
         self._kinds.append(kind)
+        self._defined.append({each.name for each in node.body if isinstance(each, _Function)})
         self._bases.append([name for base in node.bases if (name := self._names.get_lightning_name(base)) is not None])
         self._visit_children(node)
         self._kinds.pop()
         self._bases.pop()
+        self._defined.pop()
         return True
 
     def _visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         self._edit_annotation(node.returns)
+        for each in node.decorator_list:
+            short = get_short_name(self._names.get_lightning_name(each) or "")
+            if short in _DROPPED_DECORATORS:
+                start, end = self._source.get_span(each)
+                self._source.replace(self._source.find_line_start(start), self._source.find_line_end(end), "")
+                note = format_left_out(f"@{short}", _DROPPED_DECORATORS[short])
+                self._add_line_note(self._source.get_line_number(start), note)
         self._functions.append(node)
         self._visit_children(node)
         self._functions.pop()
@@ -336,19 +442,49 @@ class FileEditor:
     def _visit_Assign(self, node: ast.Assign) -> None:
         if self._kinds[-1] == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
             self._methods.check_flag(node)
+        target = node.targets[0]
+        is_own = isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self"
+        if is_own and getattr(target, "attr", "") == "hparams" and self._kinds[-1] in ("task", "data module"):
+            self._source.replace(self._source.get_span(node)[0], self._source.get_span(node.value)[0],
+                                 "self.save_hyperparameters(")  # fmt: skip
+            end = self._source.get_span(node)[1]
+            self._source.replace(end, end, ")")
         if node.value in self._unpacked and isinstance(node.value, ast.Call | ast.Dict):
             self._calls.edit_constructor(node.value, "Trainer", "Trainer")
+
+    def _visit_Dict(self, node: ast.Dict) -> None:
+        entries = {getattr(key, "value", None): value for key, value in zip(node.keys, node.values, strict=True)}
+        function = self._functions[-1].name if self._functions and self._kinds[-1] == "task" else ""
+        if function == "configure_optimizers" and "optimizer" in entries and "scheduler" in entries:
+            self._add_note(node, _SCHEDULER_NOTE)
+        for key in ("log", "progress_bar") if function in _STEPS and "loss" in " ".join(map(str, entries)) else ():
+            if key in entries:
+                options = ", prog_bar=True, logger=False" if key == "progress_bar" else ""
+                value = self._source.get_text(entries[key])
+                self._add_note(node, _OUTPUT_NOTE.format(key=key, value=value, options=options))
 
     def _visit_Subscript(self, node: ast.Subscript) -> None:
         function = self._functions[-1] if self._functions else None
         self._methods.check_key(node, function, self._classes.steps_return)
+        values = self._assigned.get(node.value.id, []) if isinstance(node.value, ast.Name) else [node.value]
+        loads = any(isinstance(each, ast.Call) and self._source.get_text(each.func) == "torch.load" for each in values)
+        if loads and getattr(node.slice, "value", None) in INSTEAD_OF_KEYS:
+            self._add_note(node, CHECKPOINT_NOTE)
 
     # ------------------------------------------------------------------ calls
 
-    def _visit_Call(self, node: ast.Call) -> None:
-        full = self._get_lightning_class(node.func)
+    def _visit_Call(self, node: ast.Call) -> bool:
+        self._visit_children(node)  # An argument may move, with the edits in it.
+        short = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        receives = short in _CLASS_RECEIVERS and bool(node.args)
+        function = node.args[0] if receives else node.func
+        if short == "from_argparse_args" and isinstance(function, ast.Attribute):
+            receives, function = True, function.value  # The first argument is the result of the parser.
+        full = self._get_lightning_class(function)
         if (owner := self._get_lumen_class(full)) is not None and full is not None:
-            self._calls.edit_constructor(node, get_short_name(full), owner)
+            if f"lumen.{owner}" not in _SAME_ARGUMENTS:
+                self._calls.edit_constructor(node, get_short_name(full), owner, is_direct=not receives)
+                self._note_unpacked(node, owner)
         elif _is_super_init(node):
             for base in self._bases[-1]:
                 owner = self._get_lumen_class(base)
@@ -356,8 +492,27 @@ class FileEditor:
                     self._calls.edit_constructor(node, get_short_name(base), owner)
         elif isinstance(node.func, ast.Attribute) and self._is_method(node.func):
             self._calls.edit_method(node, node.func.attr)
-        if getattr(node.func, "attr", getattr(node.func, "id", "")) == "getLogger":
+        is_own = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
+        if is_own and short in _LOADERS and self._kinds[-1] == "task" and short not in self._defined[-1]:
+            self._add_note(node, _LOADER_NOTE.format(short, f"{short}s" if short != "train_dataloader" else short))
+        if short == "set_defaults":
+            for each in node.args:
+                if isinstance(each, ast.Dict):
+                    self._calls.edit_defaults(each, self._classes.option_groups)
+        if short == "getLogger":
             self._edit_logger_name(node)
+        return True
+
+    def _note_unpacked(self, node: ast.Call, owner: str) -> None:
+        """Note arguments of which the names are not in the call."""
+        for each in node.keywords:
+            values = self._assigned.get(each.value.id, []) if isinstance(each.value, ast.Name) else [each.value]
+            known = values and all(isinstance(value, ast.Dict) or _is_dict_call(value) for value in values)
+            if each.arg is None and not known:
+                text = self._source.get_text(each.value)
+                self._add_note(
+                    each.value, f"**{text}: check its keys. {owner} raises an error for an unknown argument."
+                )
 
     def _is_method(self, function: ast.Attribute) -> bool:
         """Return True if a call is of a method of the task, the trainer or the tuner."""
@@ -377,6 +532,10 @@ class FileEditor:
         for value in node.args[:1]:
             if str(getattr(value, "value", "")).split(".")[0] in LIGHTNING_PACKAGES:
                 self._source.replace_node(value, '"lumen"')
+
+
+def _is_dict_call(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict"
 
 
 def _is_super_init(node: ast.Call) -> bool:

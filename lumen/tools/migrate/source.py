@@ -34,9 +34,8 @@ class EditableSource:
         )
 
     def get_text(self, node: ast.AST) -> str:
-        """Return the text of a node."""
-        start, end = self.get_span(node)
-        return self.text[start:end]
+        """Return the text of a node, with the edits made so far within the node."""
+        return self.apply_edits(*self.get_span(node))
 
     def get_line_number(self, offset: int) -> int:
         """Return the number of the line with an offset, starting from 1."""
@@ -69,14 +68,18 @@ class EditableSource:
         """Replace a node by a text."""
         self.replace(*self.get_span(node), text)
 
-    def apply_edits(self) -> str:
-        """Return the text with all edits."""
-        parts, at = [], 0
+    def is_replaced(self, start: int, end: int) -> bool:
+        """Return True if an edit of a larger span overrides the edits within a span."""
+        return any(first <= start and end <= last and (first, last) != (start, end) for first, last, _ in self._edits)
+
+    def apply_edits(self, first: int = 0, last: int | None = None) -> str:
+        """Return the text between two offsets, by default all of it, with the edits there."""
+        parts, at, last = [], first, len(self.text) if last is None else last
         for start, end, text in sorted(self._edits, key=lambda edit: (edit[0], edit[1] > edit[0], -edit[1])):
-            if start >= at:
+            if start >= at and end <= last:
                 parts += [self.text[at:start], text]
                 at = end
-        return "".join([*parts, self.text[at:]])
+        return "".join([*parts, self.text[at:last]])
 
     def _get_offset(self, line: int, column: int) -> int:
         """Return the offset of a line and a column. The syntax tree counts columns in UTF-8 bytes."""
