@@ -9,7 +9,7 @@ import inspect
 import re
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -111,12 +111,19 @@ def _list_names(kind: type) -> set[str]:
         if each.__module__.partition(".")[0] in ("lightning", "lumen"):
             found |= {*vars(each), *vars(each).get("__annotations__", ())}
             (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-            functions = [node for node in ast.iter_child_nodes(body) if isinstance(node, ast.FunctionDef)]
-            stored = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.Attribute))
-            found |= {
-                node.attr for node in stored if isinstance(node.ctx, ast.Store) and "self" in ast.dump(node.value)
-            }
+            functions = (node for node in ast.iter_child_nodes(body) if isinstance(node, ast.FunctionDef))
+            used = (node for function in functions for node in _walk_function(function))
+            found |= {use.attr for use in used if isinstance(use.ctx, ast.Store) and ast.unparse(use.value) == "self"}
     return {name for name in found if not name.startswith("_")}
+
+
+def _walk_function(node: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield the attributes that a function uses, without the classes that it defines."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Attribute):
+            yield child
+        if not isinstance(child, ast.ClassDef):
+            yield from _walk_function(child)
 
 
 def judge(written: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, dict[str, Verdict]]:

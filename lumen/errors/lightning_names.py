@@ -166,11 +166,50 @@ RENAMED = {
 _ENVIRONMENT = "Leave it out: Lumen detects the environment of the processes."
 _CUSTOM_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
+_WRITER = "ModelCheckpoint writes the checkpoints: its dirpath is a directory or a URL."
+_CUSTOM_STRATEGY = "Use lumen.DDP or lumen.FSDP, or subclass lumen.Strategy: docs/guides/custom-strategy.md shows how."
+_CUSTOM_PRECISION = "Subclass lumen.Precision, and pass an object to Trainer(precision=...)."
+_TRAINER_STATE = "Compare trainer.state.fn, state.stage and state.status with strings, such as 'fit'."
+_OUT_OF_MEMORY = "Use Trainer(halve_on_oom=True), or catch torch.OutOfMemoryError."
+#: Replacements that several classes and functions share, each with their names.
+_SHARED_REPLACEMENTS = {
+    "Call lumen.summarize(task).": "get_formatted_model_size get_human_readable_count parse_batch_shape",
+    "Lumen counts the samples of each batch: return (loss, weight) from training_step to set the weight.": (
+        "extract_batch_size has_len_all_ranks"
+    ),
+    "Lumen does not support TPUs.": "XLAAccelerator XLACheckpointIO XLAEnvironment XLAPrecision",
+    "Start the processes with torchrun or srun: Lumen detects both.": (
+        "ClusterEnvironment KubeflowEnvironment LSFEnvironment MPIEnvironment TorchElasticEnvironment"
+    ),
+    "Use Trainer(accelerator=...).": "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator",
+    "Use Trainer(precision=...) and lumen.FSDP.": "DeepSpeedPrecision FSDPPrecision",
+    _CUSTOM_PRECISION: "BitsandbytesPrecision TransformerEnginePrecision",
+    _CUSTOM_STRATEGY: "ModelParallelStrategy ParallelStrategy",
+    _OUT_OF_MEMORY: "is_cuda_out_of_memory is_cudnn_snafu is_oom_error is_out_of_cpu_memory",
+    _TRAINER_STATE: "RunningStage TrainerFn TrainerState TrainerStatus",
+    _WRITER: "CheckpointIO TorchCheckpointIO",
+}
 #: Lightning's classes and functions without a counterpart, with their replacements.
 INSTEAD_OF_CLASSES = {
     "LRSchedulerConfig": 'Write a dictionary: {"scheduler": ..., "interval": "step"}.',
     "instantiate_class": "Annotate the argument as Callable[[Iterable], Optimizer]: the task then gets a function.",
     "save_hyperparameters": "Call self.save_hyperparameters, the method of lumen.HyperparametersMixin.",
+    **{name: text for text, names in _SHARED_REPLACEMENTS.items() for name in names.split()},
+    "DoublePrecision": "Use Trainer(precision='fp64').",
+    "GradClipAlgorithmType": "Write 'norm' or 'value'.",
+    "HalfPrecision": "Use Trainer(precision='bf16-true').",
+    "LayerSync": "Use trainer.sync_batchnorm.",
+    "LitLogger": _CUSTOM_LOGGER,
+    "SIGTERMException": "Read trainer.received_sigterm.",
+    "disable_possible_user_warnings": "Call warnings.filterwarnings.",
+    "find_usable_cuda_devices": "Set CUDA_VISIBLE_DEVICES.",
+    "garbage_collection_cuda": "Call torch.cuda.empty_cache().",
+    "get_torchvision_model": "Call torchvision.models.get_model.",
+    "is_overridden": "Compare type(task).NAME with lumen.TaskModule.NAME.",
+    "is_shared_filesystem": "Write a file on one node, and look for it on the others.",
+    "recursive_detach": "Call detach() of each tensor.",
+    "set_shared_parameters": "Tie the parameters in configure_model.",
+    "suggested_max_num_workers": "Call len(os.sched_getaffinity(0)).",
     "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background if that is faster.",
     "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
     "Checkpoint": "Subclass lumen.Callback, and call trainer.save_checkpoint in on_step_checkpoint.",
@@ -234,6 +273,79 @@ INSTEAD_IN_TUNER = {
     "dataloaders": "Pass the loaders as train_dataloaders or datamodule.",
     "max_val": "The search ends at the memory limit, or after max_trials.",
     "method": "Leave it out: a search trains.",
+_GRADIENT_COMPRESSION = "Use DDP(gradient_compression='bf16'), or 'fp16'."
+_ENVIRONMENT = "Lumen detects the environment of the processes."
+#: Replacements and neutral values for arguments of strategies.
+INSTEAD_IN_STRATEGIES = {
+    "accelerator": "Use Trainer(accelerator=...).",
+    "activation_checkpointing_policy": "Use activation_checkpointing, which takes names of classes.",
+    "auto_wrap_policy": "Use wrap with names of classes, or wrap_if or wrap_min_parameters.",
+    "checkpoint_io": _WRITER,
+    "cluster_environment": _ENVIRONMENT,
+    "ddp_comm_hook": _GRADIENT_COMPRESSION,
+    "ddp_comm_state": _GRADIENT_COMPRESSION,
+    "ddp_comm_wrapper": _GRADIENT_COMPRESSION,
+    "device_mesh": "Use shard_size, the number of processes that share one copy of the parameters.",
+    "mixed_precision": "Use Trainer(precision=...), or param_dtype, reduce_dtype, buffer_dtype and output_dtype.",
+    "model_averaging_period": "Lumen averages gradients in every step.",
+    "parallel_devices": "Use Trainer(devices=...).",
+    "precision_plugin": "Use Trainer(precision=...).",
+    "process_group_backend": "Lumen uses NCCL for CUDA and Gloo for the CPU.",
+    "start_method": "Lumen starts the script once for each device.",
+    "state_dict_type": "Checkpoints are sharded. lumen export writes the weights as one file.",
+    "timeout": "Set timeout_s, in seconds.",
+}
+NEUTRAL_IN_STRATEGIES: Mapping[str, tuple[Any, ...]] = dict.fromkeys(INSTEAD_IN_STRATEGIES, (None,)) | {
+    "start_method": ("popen",), "state_dict_type": ("full", "sharded"),
+}  # fmt: skip
+
+#: Attributes of Lightning's strategies that Lumen's lack.
+ATTRIBUTES_OF_STRATEGY = {
+    "accelerator": "Read trainer.strategy.device.",
+    "checkpoint_io": "Call trainer.save_checkpoint.",
+    "cluster_environment": _ENVIRONMENT,
+    "distributed_sampler_kwargs": "Lumen divides the samples of any sampler among the processes.",
+    "global_rank": "Read trainer.global_rank.",
+    "is_distributed": "Read trainer.world_size > 1.",
+    "is_global_zero": "Read trainer.is_global_zero.",
+    "launcher": "Lumen starts the script once for each device.",
+    "lightning_module": "Read trainer.lightning_module.",
+    "lightning_module_state_dict": "Call task.state_dict().",
+    "load_checkpoint": "Call load_from_checkpoint of the task, or use Trainer(resume=...).",
+    "local_rank": "Read trainer.local_rank.",
+    "lr_scheduler_configs": "Read trainer.lr_scheduler_configs.",
+    "model": "Read trainer.model.",
+    "model_to_device": "Lumen moves the task in setup.",
+    "node_rank": "Read trainer.node_rank.",
+    "num_nodes": "Read trainer.num_nodes.",
+    "num_processes": "Read trainer.num_devices.",
+    "optimizers": "Read trainer.optimizers.",
+    "parallel_devices": "Read trainer.device_ids.",
+    "precision_plugin": "Read trainer.run.precision.",
+    "process_group_backend": INSTEAD_IN_STRATEGIES["process_group_backend"],
+    "reduce_boolean_decision": "Call strategy.reduce(tensor, 'min') for all, or 'max' for any.",
+    "remove_checkpoint": "ModelCheckpoint removes checkpoints: set save_top_k and keep_last.",
+    "save_checkpoint": "Call trainer.save_checkpoint.",
+    "setup_environment": "Define connect.",
+    "world_size": "Read trainer.world_size.",
+}
+
+_PATHS = "Lumen names the directory by the step: read best_model_path, last_model_path or best_k_models."
+#: Attributes of Lightning's `ModelCheckpoint` that Lumen's lacks.
+ATTRIBUTES_OF_CHECKPOINTS = {
+    "CHECKPOINT_EQUALS_CHAR": _PATHS,
+    "CHECKPOINT_JOIN_CHAR": _PATHS,
+    "CHECKPOINT_NAME_LAST": "Lumen writes no file of this name: read last_model_path.",
+    "FILE_EXTENSION": "A checkpoint is a directory, without an extension.",
+    "STARTING_VERSION": _PATHS,
+    "auto_insert_metric_name": _PATHS,
+    "check_monitor_top_k": "Compare with best_k_models.",
+    "file_exists": _PATHS,
+    "filename": _PATHS,
+    "format_checkpoint_name": _PATHS,
+    "save_on_exception": INSTEAD_IN_CHECKPOINTS["save_on_exception"],
+    "save_weights_only": INSTEAD_IN_CHECKPOINTS["save_weights_only"],
+    "to_yaml": "Write the dictionary best_k_models yourself.",
 }
 
 #: Attributes and methods of Lightning's callbacks that Lumen's lack, by Lumen's class. A subclass may not define them.

@@ -263,6 +263,7 @@ def run_sanity_check(run: Run) -> None:
     Raises:
         StopRequested: A signal asked the run to stop.
     """
+    stage, run.stage = run.stage, "sanity"  # the hooks see the stage that they are in
     with preserve_generators():
         for hook in run.hooks.on_sanity_check_start:
             hook()
@@ -270,6 +271,7 @@ def run_sanity_check(run: Run) -> None:
             complete = evaluate(run, "sanity")
         for hook in run.hooks.on_sanity_check_end:
             hook()
+    run.stage = stage
     run.values.discard_newest()
     if not complete:
         raise StopRequested

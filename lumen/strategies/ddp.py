@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import format_first_names
+from lumen.errors.arguments import check_arguments, format_first_names
+from lumen.errors.lightning_names import INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
 from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import check_reducer_names, end_backward, exclude_expanded_buffers
 from lumen.internals.tensors import compute_norms, get_direct_buffers
@@ -56,7 +57,9 @@ class DDP(Strategy):
     """
 
     spans_processes = True
+    INSTEAD, NEUTRAL = INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
 
+    @check_arguments
     def __init__(
         self,
         *,

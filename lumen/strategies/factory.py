@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -43,6 +44,8 @@ def make_strategy(
         ConfigError: The device or strategy is not available, or the running processes differ from the requested
             processes.
     """
+    if strategy in ("ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"):  # names of Lightning
+        strategy = _import_strategy("ddp", find_unused_parameters=strategy.endswith("true"))
     processes = choose_processes(devices, num_nodes, accelerator, strategy)
     if isinstance(strategy, str):
         if strategy == "single" or (strategy == "auto" and processes.world_size == 1):
@@ -169,9 +172,9 @@ def _count_devices(devices: int | str | None, accelerator: str) -> int | None:
     return None if devices is None else int(text)
 
 
-def _import_strategy(name: str) -> Strategy:
+def _import_strategy(name: str, **options: Any) -> Strategy:
     """Import a strategy's module, which takes time, and build the strategy."""
-    strategy: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())()
+    strategy: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())(**options)
     return strategy
 
 
@@ -179,8 +182,6 @@ def _describe_unknown(name: str) -> str:
     if name == "dp":
         return "dp (torch's DataParallel, one process for several devices) is not supported. Use ddp."
     hint = "use auto, single, ddp or fsdp, or pass a Strategy object"
-    if name.startswith("ddp_find_unused_parameters"):
-        hint = "use {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}"
     if name in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
         hint = "use ddp, which runs the program from its beginning in each process"
     if name.startswith("deepspeed"):

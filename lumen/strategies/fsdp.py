@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import format_first_names
+from lumen.errors.arguments import check_arguments, format_first_names
+from lumen.errors.lightning_names import INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
 from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_modules, find_units, list_outermost
@@ -87,7 +88,9 @@ class FSDP(Strategy):
 
     spans_processes = True
     shards = True
+    INSTEAD, NEUTRAL = INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
 
+    @check_arguments
     def __init__(
         self,
         *,

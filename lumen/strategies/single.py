@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, Processes
+from lumen.errors.arguments import check_arguments
+from lumen.errors.lightning_names import INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
 from lumen.strategies.strategy import Strategy
 
 _NO_CONTEXT = nullcontext()
@@ -25,6 +27,9 @@ class SingleDevice(Strategy):
         startup_timeout_s: The limit until the first step ends, and also within evaluations and between steps.
     """
 
+    INSTEAD, NEUTRAL = INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
+
+    @check_arguments
     def __init__(
         self,
         device: torch.device | str = "cpu",

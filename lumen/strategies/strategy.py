@@ -46,7 +46,6 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     """
 
     ATTRIBUTES = ATTRIBUTES_OF_STRATEGY
-
     #: The processes of the run, which also exchange plain data.
     processes: Processes = SINGLE_PROCESS
     #: The device of this process.
@@ -81,6 +80,11 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     def data_world_size(self) -> int:
         """Number of parts into which every step's data is divided; the number of processes is a multiple of it."""
         return self.processes.world_size
+
+    @property
+    def root_device(self) -> torch.device:
+        """Same as `device`, under Lightning's name."""
+        return self.device
 
     @property
     def parameter_device(self) -> torch.device:

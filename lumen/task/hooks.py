@@ -220,7 +220,7 @@ def check_training(task: Any, data: Any, *, has_optimizer: bool) -> None:
     """
     check_task(task, data, ["training_step", *["configure_optimizers"] * (not has_optimizer)])
     if not is_overridden(task, "training_step"):
-        task.training_step()  # the method of `TaskModule` raises the error
+        TaskModule.training_step(task)  # raises the error
     if not has_optimizer and not is_overridden(task, "configure_optimizers"):
         task.configure_optimizers()
 

@@ -329,6 +329,12 @@ class TaskModule(HyperparametersMixin, ModelHooks, OptimizerHooks, DataHooks, At
             raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
         return trainer
 
+    @trainer.setter
+    def trainer(self, trainer: Any) -> NoReturn:
+        raise ConfigError(
+            f"{type(self).__name__}.trainer cannot be set: pass the task to fit, validate, test or predict."
+        )
+
     @property
     def device(self) -> torch.device:
         """Device of the task's steps; outside of a run, the device of its parameters."""
@@ -369,7 +375,7 @@ class TaskModule(HyperparametersMixin, ModelHooks, OptimizerHooks, DataHooks, At
     @property
     def logger(self) -> Any:
         """First logger, or None."""
-        return self.trainer.logger
+        return next(iter(self.loggers), None)
 
     @property
     def dtype(self) -> torch.dtype:

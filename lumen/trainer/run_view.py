@@ -310,15 +310,14 @@ class RunView:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """List with the optimizer; with manual optimization, all optimizers of the task."""
-        if not hasattr(self.run.optim, "optimizer"):
-            raise ConfigError("there is no optimizer: it exists during fit, once configure_optimizers has returned.")
-        return list(self.run.optim.optimizers)
+        """List with the optimizer; all of the task with manual optimization; empty before configure_optimizers."""
+        has_any = self._run is not None and hasattr(self._run.optim, "optimizer")
+        return list(self.run.optim.optimizers) if has_any else []
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """Schedulers, each with its interval and frequency."""
-        return list(self.run.optim.schedulers)
+        return [] if self._run is None else list(self._run.optim.schedulers)
 
     @property
     def logger(self) -> Logger | None:
@@ -606,7 +605,7 @@ class RunView:
     @property
     def datamodule(self) -> DataModule | None:
         """Data module of the run, or None."""
-        return self.run.loaders.datamodule
+        return None if self._run is None else self._run.loaders.datamodule
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -621,10 +620,9 @@ class RunView:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of a training epoch, summed over all processes; infinite if the loader has no length."""
-        if (adapter := self.run.loaders.train) is None:
-            raise ConfigError("the training loader is not open: read this attribute during fit.")
-        return self._count_batches("train", adapter)
+        """Micro-batches of a training epoch, summed over all processes; infinite without a loader of known length."""
+        adapter = None if self._run is None else self._run.loaders.train
+        return math.inf if adapter is None else self._count_batches("train", adapter)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -690,7 +688,9 @@ class RunView:
         Raises:
             ConfigError: The loader has no length, so the last batch is unknown.
         """
-        run, batches = self.run, self.num_training_batches
+        run, batches = self._run, self.num_training_batches
+        if run is None or run.loaders.train is None:
+            return False
         if batches == math.inf:
             raise ConfigError("is_last_batch: the training loader has no length, so the last batch is unknown.")
         if not run.log.in_train_step:

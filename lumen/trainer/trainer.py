@@ -83,11 +83,12 @@ class Trainer(RunView):
         global_batch_size: Samples per optimizer step on any hardware. Lumen computes the number of micro-batches from
             the loader's batch size.
         accumulate_grad_batches: Micro-batches per step, without `global_batch_size`; `{4: 8}`: 8 from epoch 4 on.
-        gradient_clip_val: Largest gradient norm, or largest gradient element. Default: no clipping.
+        gradient_clip_val: Largest gradient norm, or largest gradient element. Default, and 0: no clipping.
         gradient_clip_algorithm: `norm` or `value`.
         val_check_interval: Interval between validations: a float is a fraction of an epoch, an int counts optimizer
             steps, a string ("00:00:15:00") or timedelta is a duration.
-        check_val_every_n_epoch: Validate in every n-th epoch only.
+        check_val_every_n_epoch: Validate in every n-th epoch only. None: 1, with a `val_check_interval` in steps or
+            time.
         num_sanity_val_steps: Validation batches to run before training; -1: all.
         limit_train_batches: Number or fraction of the batches per training epoch. Default: all.
         limit_val_batches: Number or fraction of the validation batches; 0: no validation. Default: all.
@@ -175,7 +176,7 @@ class Trainer(RunView):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         val_check_interval: int | float | Duration = 1.0,
-        check_val_every_n_epoch: int = 1,
+        check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
@@ -212,6 +213,11 @@ class Trainer(RunView):
             raise ConfigError(
                 "global_batch_size and accumulate_grad_batches both set the size of a step. Set only one of them."
             )
+        if check_val_every_n_epoch is None and isinstance(val_check_interval, float):
+            raise ConfigError(
+                f"check_val_every_n_epoch is None, but val_check_interval is {val_check_interval}, a fraction of an "
+                "epoch. Remove check_val_every_n_epoch, or set val_check_interval to a number of steps."
+            )
         check_at_least(
             1, check_val_every_n_epoch=check_val_every_n_epoch, log_every_n_steps=log_every_n_steps,
             global_batch_size=global_batch_size, gc_every_n_steps=gc_every_n_steps,
@@ -221,7 +227,9 @@ class Trainer(RunView):
             reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs, max_restarts=max_restarts,
         )  # fmt: skip
         check_at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
-        check_positive(gradient_clip_val=gradient_clip_val, grace_s=grace_s)
+        check_at_least(0, gradient_clip_val=gradient_clip_val)
+        check_positive(grace_s=grace_s)
+        gradient_clip_val = gradient_clip_val or None
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
         self.precision = precision
         make_precision(precision).check(self.strategy.device, self.strategy.parameter_device)
@@ -245,7 +253,7 @@ class Trainer(RunView):
             min_steps=min_steps, min_epochs=min_epochs,
             clip_norm=gradient_clip_val if gradient_clip_algorithm == "norm" else None,
             clip_value=gradient_clip_val if gradient_clip_algorithm == "value" else None,
-            val_every_n_epochs=check_val_every_n_epoch, sanity_batches=num_sanity_val_steps,
+            val_every_n_epochs=check_val_every_n_epoch or 1, sanity_batches=num_sanity_val_steps,
             limits={
                 "train": parse_batch_limit("limit_train_batches", limit_train_batches),
                 "validate": parse_batch_limit("limit_val_batches", limit_val_batches),

@@ -72,14 +72,6 @@ POSITIONS: Mapping[str, str] = {
     "TensorBoardLogger": "save_dir name version log_graph default_hp_metric prefix sub_dir",
     "Timer": "duration interval verbose",
 }
-#: Notes on removed arguments of DDP. The other classes have their own notes in `INSTEAD`.
-_DDP_NOTES = {
-    "accelerator": "Set accelerator of the trainer.",
-    "ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.",
-    "parallel_devices": "Set devices of the trainer.",
-    "process_group_backend": "Leave it out: Lumen uses NCCL for GPUs, and gloo for the CPU.",
-    "timeout": "Set timeout_s, in seconds.",
-}
 #: Unknown arguments that change the training. They stay, so that Lumen raises an error for them.
 _KEPT_ARGUMENTS = {
     "DDP": ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"),
@@ -228,7 +220,7 @@ def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
     has_kwargs = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(kind).parameters.values())
     if name in _list_accepted(owner) or owner == "LambdaCallback" or (has_kwargs and name not in instead):
         return _NO_CHANGE
-    note = instead.get(name) or (_DDP_NOTES.get(name, "") if owner == "DDP" else "")
+    note = instead.get(name) or ""
     new = _RENAMED.get(owner, {}).get(name)
     if new is None and (use := _USE.fullmatch(note)) is not None and use[1] in _list_accepted(owner):
         new = use[1]

@@ -30,6 +30,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("ArgsType", "EVAL_DATALOADERS", "STEP_OUTPUT", "TRAIN_DATALOADERS"), "typing.Any"),
     **dict.fromkeys(("OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig"), "typing.Any"),
     "LRSchedulerConfigType": "typing.Any",
+    "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
     "LRScheduler": "torch.optim.lr_scheduler.LRScheduler",
     "LRSchedulerTypeUnion": "torch.optim.lr_scheduler.LRScheduler",
     "LightningArgumentParser": "lumen.cli.options.OptionParser",
