@@ -17,7 +17,8 @@ from lumen.strategies.single import SingleDevice
 from lumen.strategies.strategy import Strategy
 
 _MAX_CPU_PROCESSES = 64  # more processes than cores are slow; many more stop the machine
-_MODULES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
+_FINDS_UNUSED = "ddp_find_unused_parameters_true"  # the name in Lightning
+_MODULES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp", _FINDS_UNUSED: "ddp"}
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     "cuda": lambda: torch.cuda.is_available(),
     "mps": lambda: torch.backends.mps.is_available(),
@@ -44,15 +45,14 @@ def make_strategy(
         ConfigError: The device or strategy is not available, or the running processes differ from the requested
             processes.
     """
-    if strategy in ("ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"):  # names of Lightning
-        strategy = _import_strategy("ddp", find_unused_parameters=strategy.endswith("true"))
     processes = choose_processes(devices, num_nodes, accelerator, strategy)
     if isinstance(strategy, str):
         if strategy == "single" or (strategy == "auto" and processes.world_size == 1):
             single = SingleDevice(choose_device(accelerator))
             single.processes = processes
             return single
-        strategy = _import_strategy(_MODULES[strategy])
+        options = {"find_unused_parameters": True} if strategy == _FINDS_UNUSED else {}
+        strategy = _import_strategy(_MODULES[strategy], **options)
     elif not strategy.spans_processes:
         return strategy
     strategy.processes = processes

@@ -455,5 +455,6 @@ class Trainer(RunView):
             CheckpointError: The checkpoint could not be written; existing files are unchanged.
         """
         refuse_unknown_arguments("save_checkpoint", unknown, INSTEAD_IN_SAVE)
-        _ = self.optimizers  # only a training can be saved
+        if not self.optimizers:
+            raise ConfigError("save_checkpoint: there is no training to save. Call save_checkpoint during fit.")
         self.run.saves.save_once(as_path_or_url(filepath), info or {})

@@ -649,7 +649,6 @@ def test_one_process_of_slurm_is_alone(change):
         (None, {"devices": 0}, "devices: expected a number of devices or auto, found 0"),
         (None, {"strategy": "single", "devices": 2}, "runs one process, but devices requests 2"),
         (None, {"strategy": "dp"}, "one process for several devices.*Use ddp"),
-        (None, {"strategy": "ddp_find_unused_parameters_true"}, "lumen.DDP.*find_unused_parameters: true"),
     ],
 )
 def test_requested_and_launched_processes_must_agree(monkeypatch, environment, options, message):

@@ -451,7 +451,7 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(catch_error, capsys):
         (["--trainer.strategy=dpp"], "trainer.strategy (the command line): 'dpp' is unknown; use auto, single, ddp or fsdp"),
         (["--trainer.strategy=deepspeed"], "trainer.strategy (the command line): 'deepspeed' is unknown; use fsdp, which"),
         (["--trainer.num_nodes=0"], "trainer.num_nodes (the command line): must be at least 1, found 0."),
-        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val (the command line): must be more than 0, or None, found -1.0."),
+        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val (the command line): must be at least 0, found -1.0."),
         (["--trainer.global_batch_size=8", "--trainer.accumulate_grad_batches=2"], "global_batch_size and accumulate_grad_batches both set the size of a step. Set only one of them."),
         (["--trainer.val_check_interval=2.5"], "trainer.val_check_interval (the command line): a fraction of an epoch is in (0, 1], found 2.5."),
         (["--trainer.limit_train_batches=-1"], "trainer.limit_train_batches (the command line): expected a count >= 0 or a fraction of at most 1.0, found -1."),

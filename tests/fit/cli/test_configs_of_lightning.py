@@ -241,7 +241,6 @@ def test_a_config_of_callbacks_loggers_and_names(capsys):
     for key, ours in lightnings.items():
         assert said.pop(key).endswith(f" is a class of Lightning. Write {ours}."), key
     assert said.pop("trainer.logger.2").endswith("is a class of Lightning. Lumen has no CometishLogger.")
-    assert "find_unused_parameters: true" in said.pop("trainer.strategy")
     assert "'16-mixedd'" in said.pop("trainer.precision")
     assert "found 1.5" in said.pop("trainer.limit_val_batches")
     assert "found 'nosuch'" in said.pop("trainer.profiler")

@@ -135,7 +135,7 @@ def test_lightning_only_arguments_name_their_replacement(name):
         ({"max_steps": "10"}, r"Trainer: max_steps: expected an int or None, found '10'"),
         ({"max_epochs": 1.5}, r"max_epochs: expected an int or None, found 1.5"),
         ({"max_epochs": True}, r"max_epochs: expected an int or None, found True"),
-        ({"check_val_every_n_epoch": 1.2}, r"check_val_every_n_epoch: expected an int, found 1.2"),
+        ({"check_val_every_n_epoch": 1.2}, r"check_val_every_n_epoch: expected an int or None, found 1.2"),
         ({"gradient_clip_val": "1.0"}, r"gradient_clip_val: expected a number or None, found '1.0'"),
         ({"accumulate_grad_batches": [1]}, r"_grad_batches: expected an int or a dict of an int, found \[1\]"),
         ({"seed": "abc"}, r"seed: expected an int or None, found 'abc'"),

@@ -144,6 +144,52 @@ def test_fixed_trainer_attributes_cannot_be_set(tmp_path, name, value, message):
         setattr(bare_trainer(tmp_path), name, value)
 
 
+def test_stage_is_sanity_check_in_its_hooks(tmp_path):
+    seen = []
+
+    class Looking(lumen.Callback):
+        def on_sanity_check_start(self, trainer, task):
+            seen.append((trainer.sanity_checking, trainer.training, trainer.evaluating, trainer.state.stage))
+
+        on_sanity_check_end = on_train_start = on_sanity_check_start
+
+    trainer = quiet_trainer(tmp_path, max_steps=1, num_sanity_val_steps=1, callbacks=[Looking()])
+    trainer.fit(Regression(), loader(16, 8), loader(16, 8))
+    check = (True, False, True, "sanity_check")
+    assert seen == [check, check, (False, True, False, "train")]
+
+
+def test_fraction_of_epoch_needs_epochs(tmp_path):
+    with pytest.raises(ConfigError, match=r"check_val_every_n_epoch is None, but val_check_interval is 0.5"):
+        bare_trainer(tmp_path, val_check_interval=0.5, check_val_every_n_epoch=None)
+    assert bare_trainer(tmp_path, val_check_interval=5, check_val_every_n_epoch=None).check_val_every_n_epoch == 1
+
+
+def test_clipping_value_zero_is_off(tmp_path):
+    assert bare_trainer(tmp_path, gradient_clip_val=0.0).plan == bare_trainer(tmp_path).plan
+
+
+def test_strategies_answer_to_lightnings_names(tmp_path):
+    finding = bare_trainer(tmp_path, strategy="ddp_find_unused_parameters_true", accelerator="cpu").strategy
+    assert finding._options["find_unused_parameters"] is True
+    assert finding.root_device == torch.device("cpu")
+    with pytest.raises(AttributeError, match=r"DDP has no attribute lightning_module. Read trainer.lightning_module."):
+        finding.lightning_module  # noqa: B018
+    for kind in (lumen.DDP, lumen.FSDP, lumen.SingleDevice):
+        with pytest.raises(ConfigError, match=r"has no argument precision_plugin. Use Trainer\(precision=...\)."):
+            kind(precision_plugin=object())
+
+
+def test_training_step_none_is_a_clear_error(tmp_path):
+    task = Regression()
+    task.training_step = None
+    with pytest.raises(ConfigError, match="Regression has no training_step"):
+        quiet_trainer(tmp_path).fit(task, loader(16, 8))
+    with pytest.raises(ConfigError, match=r"Regression.trainer cannot be set: pass the task to fit"):
+        task.trainer = object()
+    assert task.logger is None
+
+
 def test_callbacks_are_found_by_their_kind(tmp_path):
     stops = [lumen.EarlyStopping("val_loss"), lumen.EarlyStopping("loss")]
     savers = [lumen.ModelCheckpoint(), lumen.ModelCheckpoint(monitor="val_loss", dirpath=tmp_path / "best")]

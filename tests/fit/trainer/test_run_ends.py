@@ -1,6 +1,7 @@
 """End of a run, and interruptions near it: in the middle of a step, an epoch or a validation."""
 
 import io
+import math
 import os
 import resource
 import shutil
@@ -212,16 +213,14 @@ def test_fast_dev_run_touches_no_run_directory(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_training_only_attributes_raise_after_evaluation(tmp_path):
+def test_trainer_has_no_training_outside_fit(tmp_path):
     trainer = quiet_trainer(tmp_path)
-    trainer.validate(Regression(), loader())
-    for use in (
-        lambda: trainer.optimizers,
-        lambda: trainer.save_checkpoint(tmp_path / "c"),
-        lambda: trainer.num_training_batches,
-    ):
-        with pytest.raises(ConfigError, match="during fit"):
-            use()
+    for _ in range(2):
+        assert (trainer.optimizers, trainer.lr_scheduler_configs, trainer.datamodule) == ([], [], None)
+        assert (trainer.num_training_batches, trainer.is_last_batch) == (math.inf, False)
+        trainer.validate(Regression(), loader())
+    with pytest.raises(ConfigError, match="during fit"):
+        trainer.save_checkpoint(tmp_path / "c")
 
 
 def test_a_sparse_buffer_is_refused_before_training(tmp_path):
