@@ -273,6 +273,8 @@ INSTEAD_IN_TUNER = {
     "dataloaders": "Pass the loaders as train_dataloaders or datamodule.",
     "max_val": "The search ends at the memory limit, or after max_trials.",
     "method": "Leave it out: a search trains.",
+}
+
 _GRADIENT_COMPRESSION = "Use DDP(gradient_compression='bf16'), or 'fp16'."
 _ENVIRONMENT = "Lumen detects the environment of the processes."
 #: Replacements and neutral values for arguments of strategies.
