@@ -194,7 +194,7 @@ def test_callbacks_are_found_by_their_kind(tmp_path):
     stops = [lumen.EarlyStopping("val_loss"), lumen.EarlyStopping("loss")]
     savers = [lumen.ModelCheckpoint(), lumen.ModelCheckpoint(monitor="val_loss", dirpath=tmp_path / "best")]
     bar = lumen.ProgressBar()
-    trainer = quiet_trainer(tmp_path, callbacks=[*stops, *savers, bar])
+    trainer = quiet_trainer(tmp_path, callbacks=[*stops, *savers, bar], enable_progress_bar=True)
     assert trainer.early_stopping_callbacks == stops
     assert trainer.early_stopping_callback is stops[0]
     assert trainer.checkpoint_callbacks == savers[::-1]
