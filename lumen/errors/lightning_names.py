@@ -429,15 +429,6 @@ INSTEAD_OF_SETTING = dict.fromkeys(
     "Change trainer.optimizers[0].param_groups, or return the optimizer from configure_optimizers.",
 )
 
-#: Attributes of Lightning's strategies that Lumen's lack.
-ATTRIBUTES_OF_STRATEGY = {
-    "lightning_module": "Read trainer.lightning_module.",
-    "lr_scheduler_configs": "Read trainer.lr_scheduler_configs.",
-    "model": "Read trainer.model.",
-    "optimizers": "Read trainer.optimizers.",
-    "precision_plugin": "Read trainer.run.precision.",
-}
-
 _COUNTS = "Read trainer.progress for counts, and trainer.plan for limits."
 _LOGGED = "Call self.log, and read trainer.callback_metrics."
 
