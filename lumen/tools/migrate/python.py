@@ -222,11 +222,11 @@ class FileEditor:
         #: Values that the file assigns to each name.
         self._assigned: defaultdict[str, list[ast.expr]] = defaultdict(list)
         for each in ast.walk(file.tree):
-            targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
-            value = each.value if isinstance(each, ast.Assign | ast.AnnAssign) else None
-            for target in targets if value is not None else ():
-                if isinstance(target, ast.Name) and value is not None:
-                    self._assigned[target.id].append(value)
+            if not isinstance(each, ast.Assign | ast.AnnAssign) or each.value is None:
+                continue
+            for target in each.targets if isinstance(each, ast.Assign) else [each.target]:
+                if isinstance(target, ast.Name):
+                    self._assigned[target.id].append(each.value)
         self._trainers, self._unpacked = self._find_trainers()
         self._find_run_directories()
 
