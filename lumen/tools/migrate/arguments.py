@@ -284,9 +284,6 @@ def format_value(value: Any, kind: _Kind) -> str:
     return repr(value) if kind == "python" else str(value).lower()
 
 
-#: Loggers that write to the run directory, and the trainer's arguments in place of their first arguments.
-FILE_LOGGERS = ("CSVLogger", "TensorBoardLogger")
-RUN_DIRECTORY: Mapping[str, str] = {"save_dir": "default_root_dir", "name": "name"}
 _LIMITS = {"max_epochs", "max_steps", "max_time", "max_nb_epochs", "fast_dev_run"}
 _ENDLESS = 1000  # Lightning's max_epochs if no argument limits a run
 
@@ -306,8 +303,6 @@ class CallEditor:
         self, source: EditableSource, note: Callable[[int, str], None], get_class: _GetClass, *, calls_fit: bool
     ) -> None:
         self._source, self._note, self._get_class, self._calls_fit = source, note, get_class, calls_fit
-        #: Arguments of loggers that become arguments of a trainer, by the trainer's call.
-        self.moved: dict[ast.Call | ast.Dict, dict[str, ast.expr]] = {}
 
     def edit_method(self, node: ast.Call, method: str) -> None:
         """Edit the arguments of a call of a method of the trainer, the tuner or the task."""
@@ -349,8 +344,6 @@ class CallEditor:
                 added = {key: new for key, new in change.arguments.items() if key == name or key not in present}
                 change = change._replace(arguments=added)
                 present |= {*added}
-            if any(item.value in values.values() for values in self.moved.values()):
-                change = _REMOVED
             moved = positional and (shifted or our_order[number : number + 1] != [name])
             self._apply_change(items, item, change)
             shifted = shifted or change.arguments is not None
@@ -359,10 +352,8 @@ class CallEditor:
             if owner == "CLI" and name == "trainer_defaults" and isinstance(item.value, ast.Dict):
                 self.edit_constructor(item.value, "Trainer", "Trainer")
         names = {item.name for item in items.all}
-        new = [f"{name}={self._source.get_text(value)}" for name, value in self.moved.get(node, {}).items()]
         if owner == "Trainer" and items.is_call and self._calls_fit and names.isdisjoint({*_LIMITS, None}):
-            new.append(f"max_epochs={_ENDLESS}")
-        items.add(", ".join(new))
+            items.add(f"max_epochs={_ENDLESS}")
         self._join_callbacks(items, objects)
         items.apply_edits()
 

@@ -14,8 +14,6 @@ import yaml
 from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES
 from lumen.tools.migrate.arguments import (
-    FILE_LOGGERS,
-    RUN_DIRECTORY,
     UNCHANGED,
     UNKNOWN,
     format_left_out,
@@ -49,7 +47,6 @@ class ConfigEditor:
     def __init__(self, text: str, classes: ProjectClasses | None = None) -> None:
         self._source, self._classes = EditableSource(text), classes or ProjectClasses([])
         self._notes: dict[MigrationNote, None] = {}
-        self._moved: list[yaml.Node] = []
         self._roots = [node for node in yaml.compose_all(text, yaml.SafeLoader) if isinstance(node, yaml.MappingNode)]
 
     def edit(
@@ -78,7 +75,6 @@ class ConfigEditor:
         keys = {key.value: value for key, value in root.value if isinstance(key, yaml.ScalarNode)}
         trainer = keys.get("trainer")
         if isinstance(trainer, yaml.MappingNode):
-            self._move_run_directory(trainer)
             self._edit_arguments(trainer, "Trainer")
             self._edit_cli_settings(root, keys)
         for group, owner in self._classes.option_groups.items():
@@ -108,26 +104,6 @@ class ConfigEditor:
             text = f"{column}{_SCHEDULE_KEY}: {{monitor: {self._get_text(monitor)}}}{self._source.newline}"
             before = "" if self._source.text[:at].endswith(("\n", "\r")) or at == 0 else self._source.newline
             self._source.replace(at, at, before + text)
-
-    def _move_run_directory(self, trainer: yaml.MappingNode) -> None:
-        """Move the directory and name of the first logger that writes files to the trainer."""
-        entries = _get_entries(trainer)
-        loggers = entries.get("logger")
-        several = loggers.value if isinstance(loggers, yaml.SequenceNode) else [loggers]
-        first = several[0] if several else None
-        arguments = _get_entries(_get_entries(first).get("init_args"))
-        kind = get_short_name(str(getattr(_get_entries(first).get("class_path"), "value", "")))
-        if loggers is None or kind not in FILE_LOGGERS or trainer.flow_style:
-            return
-        for name, new in RUN_DIRECTORY.items():
-            value = arguments.get(name)
-            text = self._get_text(value) if isinstance(value, yaml.ScalarNode) and _as_plain(value) is not None else ""
-            if value is not None and text and new not in entries and "default_root_dir" not in text:
-                self._moved.append(value)
-                line = f"{' ' * trainer.start_mark.column}{new}: {text}{self._source.newline}"
-                at = self._find_end(loggers)
-                before = "" if self._source.text[:at].endswith(("\n", "\r")) else self._source.newline
-                self._source.replace(at, at, before + line)
 
     def _find_end(self, node: yaml.Node) -> int:
         """Return the offset of the line after the last line of a value."""
@@ -181,7 +157,7 @@ class ConfigEditor:
                 removed.add(key.value)  # The notes on the classes give the reason.
                 continue
             change = get_change(owner, name, _as_plain(value))
-            if change.sentence and value not in self._moved:
+            if change.sentence:
                 self._add_note(key, change.sentence)
             if change.arguments:
                 self._replace_entry(node, key, value, change.arguments)

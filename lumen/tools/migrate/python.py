@@ -14,7 +14,7 @@ from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
 from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNING_PACKAGES, NOT_IN_CLI
 from lumen.task.hooks import HOOKS, NOT_CALLED
 from lumen.task.steps import REMOVED_ARGUMENTS
-from lumen.tools.migrate.arguments import FILE_LOGGERS, METHODS, RUN_DIRECTORY, CallEditor, format_left_out
+from lumen.tools.migrate.arguments import METHODS, CallEditor, format_left_out
 from lumen.tools.migrate.epoch_ends import EpochEndEditor
 from lumen.tools.migrate.names import ImportEditor, find_new_name, find_replacement, get_short_name, is_module
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
@@ -228,7 +228,6 @@ class FileEditor:
                 if isinstance(target, ast.Name):
                     self._assigned[target.id].append(each.value)
         self._trainers, self._unpacked = self._find_trainers()
-        self._find_run_directories()
 
     def edit(self) -> tuple[str, list[MigrationNote]]:
         """Return the text with all edits, and the notes."""
@@ -279,35 +278,6 @@ class FileEditor:
 
     def _is_trainer_call(self, node: ast.AST) -> TypeGuard[ast.Call]:
         return isinstance(node, ast.Call) and self._get_lumen_class(self._get_lightning_class(node.func)) == "Trainer"
-
-    def _find_run_directories(self) -> None:
-        """Find the loggers whose directory and name become the trainer's."""
-        scopes = [self._file.tree, *(each for each in ast.walk(self._file.tree) if isinstance(each, _Function))]
-        for scope in scopes:  # Inner functions come later, and win.
-            for node in ast.walk(scope):
-                if self._is_trainer_call(node):
-                    given = {each.arg: each.value for each in node.keywords}
-                    found = self._find_run_directory(given.get("logger"), {*ast.walk(scope)})
-                    hidden = None in given  # An unpacked argument may have the same name.
-                    self._calls.moved[node] = {n: each for n, each in found.items() if n not in given and not hidden}
-
-    def _find_run_directory(self, logger: ast.expr | None, scope: set[ast.AST]) -> dict[str, ast.expr]:
-        """Return the trainer's arguments for the directory and name of its first logger, if that writes files."""
-        node = logger.elts[0] if isinstance(logger, ast.List) and logger.elts else logger
-        if isinstance(node, ast.Name):
-            values = [each for each in self._assigned.get(node.id, []) if each in scope]
-            node = values[0] if len(values) == 1 else None
-        full = self._get_lightning_class(node.func) if isinstance(node, ast.Call) else None
-        if not isinstance(node, ast.Call) or self._get_lumen_class(full) not in FILE_LOGGERS:
-            return {}
-        pairs = [*zip(RUN_DIRECTORY, node.args, strict=False), *((each.arg, each.value) for each in node.keywords)]
-        given = {name: value for name, value in pairs if not isinstance(value, ast.Starred)}
-        texts = {name: self._source.get_text(value) for name, value in given.items()}
-        return {
-            new: given[name]
-            for name, new in RUN_DIRECTORY.items()
-            if texts.get(name, "None") not in ("None", '""', "''")
-        }
 
     def _get_object_class(self, node: ast.expr) -> str | None:
         """Return the full name of the Lightning class of which a value is an object, or None."""

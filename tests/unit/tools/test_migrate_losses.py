@@ -18,8 +18,8 @@ SAID = [
     ("L.Trainer(terminate_on_nan=False)", "terminate_on_nan of Trainer is left out."),
     ("L.pytorch.strategies.DDPStrategy(process_group_backend='gloo')", "process_group_backend of DDP is left out."),
     ("L.pytorch.cli.LightningCLI(A, save_config_kwargs={1: 2})", "save_config_kwargs of CLI is left out."),
-    ("class A(L.LightningModule):\n    def f(self):\n        self.log('a', 1, rank_zero_only=True)",
-     "rank_zero_only of log is left out. Any rank may log"),
+    ("class A(L.LightningModule):\n    def f(self):\n        self.log('a', 1, metric_attribute='m')",
+     "metric_attribute of log is left out. Lumen finds"),
     ("trainer.save_checkpoint(p, weights_only=True)", "weights_only of save_checkpoint is left out."),
     ("A.load_from_checkpoint(p, hparams_file='a.yaml')", "hparams_file of load_from_checkpoint is left out."),
     ("class A(L.LightningModule):\n    def configure_optimizers(self):\n"
@@ -55,12 +55,8 @@ EDITS = [
      "    @L.pytorch.loggers.base.rank_zero_experiment\n    def experiment(self): ...",
      "class A(lumen.Logger):\n    @property\n    def experiment(self): ..."),
     ("x = functools.partial(L.Trainer, gpus=2)", 'x = functools.partial(lumen.Trainer, accelerator="gpu", devices=2)'),
-    ("x = lazy_instance(L.pytorch.loggers.CSVLogger, save_dir='a')", "x = lazy_instance(lumen.CSVLogger)"),
-    ("def f():\n    a = L.pytorch.loggers.TensorBoardLogger('out', name=b)\n    L.Trainer(logger=a)",
-     "def f():\n    a = lumen.TensorBoardLogger()\n    lumen.Trainer(logger=a, default_root_dir='out', name=b)"),
-    ("L.Trainer(logger=[L.pytorch.loggers.CSVLogger('out', name=None)])",
-     "lumen.Trainer(logger=[lumen.CSVLogger()], default_root_dir='out')"),
-    ("L.Trainer(logger=L.pytorch.loggers.CSVLogger('out'), **kw)", "lumen.Trainer(logger=lumen.CSVLogger(), **kw)"),
+    ("x = lazy_instance(L.pytorch.callbacks.ModelCheckpoint, filename='a')",
+     "x = lazy_instance(lumen.ModelCheckpoint)"),
     ("x = L.pytorch.callbacks.GPUStatsMonitor()", "x = lumen.DeviceStatsMonitor()"),
     ("p.add_lightning_class_args(L.pytorch.callbacks.ModelCheckpoint, 'best')\n"
      "p.set_defaults({'best.filename': 'a', 'best.monitor': 'b', 'trainer.gpus': 2})",
@@ -119,19 +115,6 @@ def test_classes_of_the_project_in_configs_are_edited(tmp_path):
         "trainer": {"callbacks": [{"class_path": "best.Best", "init_args": {"monitor": "b"}}]}, "best": {"monitor": "b"}
     }  # fmt: skip
     assert [note.line for note in found.notes] == [4, 6]
-
-
-def test_run_directory_of_a_config_moves_to_trainer(tmp_path):
-    before = (
-        "trainer:\n  logger:\n    class_path: lightning.pytorch.loggers.CSVLogger\n    init_args:\n"
-        "      save_dir: out\n      name: first\n  max_epochs: 2\n"
-    )
-    after, notes = migrate_text(tmp_path, before, "a.yaml")
-    assert notes == []
-    assert after == (
-        "trainer:\n  logger:\n    class_path: lumen.CSVLogger\n"
-        "  default_root_dir: out\n  name: first\n  max_epochs: 2\n"
-    )
 
 
 def test_environment_plugins_of_a_config_are_left_out(tmp_path):
