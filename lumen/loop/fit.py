@@ -263,15 +263,13 @@ def run_sanity_check(run: Run) -> None:
     Raises:
         StopRequested: A signal asked the run to stop.
     """
-    stage, run.stage = run.stage, "sanity"  # the hooks see the stage that they are in
-    with preserve_generators():
+    with preserve_generators(), run.in_stage("sanity", run.log.stage):  # the hooks see the stage that they are in
         for hook in run.hooks.on_sanity_check_start:
             hook()
         with run.records.goodput.measure_bucket("evaluation"):
             complete = evaluate(run, "sanity")
         for hook in run.hooks.on_sanity_check_end:
             hook()
-    run.stage = stage
     run.values.discard_newest()
     if not complete:
         raise StopRequested

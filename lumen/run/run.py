@@ -113,8 +113,8 @@ class Run:
         self.ending.votes_each_step = votes_each_step
 
     @contextmanager
-    def in_stage(self, stage: str, metrics: StageMetrics) -> Iterator[None]:
-        """Run an evaluation within the context, and collect its values in `metrics`."""
+    def in_stage(self, stage: str, metrics: StageMetrics | None) -> Iterator[None]:
+        """Run an evaluation or its hooks within the context, and collect logged values in `metrics`, if given."""
         before = self.stage, self.log.stage
         self.stage, self.log.stage, self.log.batch_samples = stage, metrics, 1
         try:

@@ -17,7 +17,6 @@ SAID = [
     ("L.Trainer(use_distributed_sampler=False)", "use_distributed_sampler of Trainer is left out. Lumen divides"),
     ("L.Trainer(terminate_on_nan=False)", "terminate_on_nan of Trainer is left out."),
     ("L.pytorch.strategies.DDPStrategy(process_group_backend='gloo')", "process_group_backend of DDP is left out."),
-    ("L.pytorch.cli.LightningCLI(A, save_config_kwargs={1: 2})", "save_config_kwargs of CLI is left out."),
     ("class A(L.LightningModule):\n    def f(self):\n        self.log('a', 1, enable_graph=True)",
      "enable_graph of log is left out. Logged values have"),
     ("trainer.save_checkpoint(p, weights_only=True)", "weights_only of save_checkpoint is left out."),
