@@ -183,7 +183,7 @@ def test_strategies_answer_to_lightnings_names(tmp_path):
 def test_training_step_none_is_a_clear_error(tmp_path):
     task = Regression()
     task.training_step = None
-    with pytest.raises(ConfigError, match="Regression.training_step is None. Define training_step"):
+    with pytest.raises(ConfigError, match=r"Regression\.training_step is None\. Define training_step"):
         quiet_trainer(tmp_path).fit(task, loader(16, 8))
     with pytest.raises(ConfigError, match=r"Regression.trainer cannot be set: pass the task to fit"):
         task.trainer = object()
