@@ -282,6 +282,10 @@ class OptionParser(ArgumentParser):
         Raises:
             ConfigError: The format is not YAML.
         """
+        if not self.classes:  # jsonargparse dumps the arguments of each class with a parser of its own
+            return str(
+                super().dump(namespace, format=format, skip_unset=skip_unset, skip_default=skip_default, **options)
+            )
         if format not in ("yaml", "parser_mode"):
             raise ConfigError(f"parser.dump: {format=} is not supported. Use yaml.safe_load(parser.dump(config)).")
         command = namespace.get("subcommand")

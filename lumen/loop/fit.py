@@ -7,6 +7,9 @@ boundary. Loggers may get the values of a step later, when the device has comput
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from lumen.checkpoint.save.collect import check_additions, check_first_state
 from lumen.console import logger as _log
 from lumen.data.windows import AccumulationWindow
@@ -263,16 +266,21 @@ def run_sanity_check(run: Run) -> None:
     Raises:
         StopRequested: A signal asked the run to stop.
     """
-    with preserve_generators(), run.in_stage("sanity", run.log.stage):  # the hooks see the stage that they are in
-        for hook in run.hooks.on_sanity_check_start:
-            hook()
+    with preserve_generators():
+        call_in_sanity_check(run, run.hooks.on_sanity_check_start)
         with run.records.goodput.measure_bucket("evaluation"):
             complete = evaluate(run, "sanity")
-        for hook in run.hooks.on_sanity_check_end:
-            hook()
+        call_in_sanity_check(run, run.hooks.on_sanity_check_end)
     run.values.discard_newest()
     if not complete:
         raise StopRequested
+
+
+def call_in_sanity_check(run: Run, hooks: Iterable[Callable[[], Any]]) -> None:
+    """Call hooks that see the stage "sanity"."""
+    with run.in_stage("sanity", run.log.stage):
+        for hook in hooks:
+            hook()
 
 
 def get_step_values(run: Run) -> dict[str, float]:

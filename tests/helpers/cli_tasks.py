@@ -61,6 +61,13 @@ class Line(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
+class Configured(Line):
+    """Fits a line; its argument has the name of the command line's option --config."""
+
+    def __init__(self, config: dict[str, int]):
+        super().__init__(config["width"])
+
+
 class Slope(Line):
     """Line task whose predictions are text."""
 

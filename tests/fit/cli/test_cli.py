@@ -181,7 +181,7 @@ def test_help_lists_every_public_callback(capsys):
     callbacks = {name for name, found in classes.items() if issubclass(found, lumen.Callback)}
     assert {"LearningRateFinder", "BatchSizeFinder"} < callbacks
     assert {*listed.replace(",", "").split()} == {
-        name for name in callbacks if not name.startswith(("Base", "Callback"))
+        name for name in callbacks if not name.startswith(("Base", "Callback", "SaveConfig"))
     }
 
 
@@ -785,3 +785,14 @@ def test_every_subcommand_takes_the_saved_config():
         assert main([command, "--config", "runs/line/config.yaml", "--ckpt_path", "last"]) == 0
     assert isinstance(Spy.task, Line)
     assert isinstance(Spy.trainer.datamodule, Points)
+
+
+def test_argument_named_config_is_saved(capsys):
+    Path("named.yaml").write_text(
+        "model: {class_path: tests.helpers.cli_tasks.Configured, init_args: {config: {width: 3}}}\n"
+        "data: tests.helpers.cli_tasks.Points\ntrainer: {max_epochs: 1}\n"
+    )
+    assert main(["fit", "--config", "named.yaml"]) == 0
+    saved = yaml.safe_load(Path("runs/named/config.yaml").read_text())
+    assert saved["model"]["init_args"] == {"config": {"width": 3}}
+    assert "config" not in saved

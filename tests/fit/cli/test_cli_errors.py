@@ -71,11 +71,6 @@ def fit(catch_error, *words, config=None):
         ("trainer: {callbacks: {1: EarlyStopping}}", "trainer.callbacks.1 (second.yaml): EarlyStopping needs monitor."),
         ("ckpt_path: best", "ckpt_path (second.yaml): lumen has no option ckpt_path."),
         (
-            "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: best}}]}",
-            "ModelCheckpoint has no option filename. Lumen names each checkpoint by its step, and never overwrites a "
-            "checkpoint.",
-        ),
-        (
             "trainer: {callbacks: {bar: {class_path: ProgressBar, init_args: {plain_every: 3}}}}",
             "trainer.callbacks.bar.plain_every (second.yaml): ProgressBar has no option plain_every. Did you mean plain_every_s?",
         ),

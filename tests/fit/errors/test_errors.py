@@ -42,7 +42,6 @@ class NoneForPredictions(Regression):
     ("task", "options", "message"),
     [
         (NoneForOptimizers, {}, "NoneForOptimizers.configure_optimizers is None. Define "),
-        (NoneForPredictions, {}, "NoneForPredictions.predict_step is None. Define "),
         (NoTrainingStep, {}, "NoTrainingStep has no training_step. Define"),
         (NoOptimizer, {}, "NoOptimizer has no configure_optimizers"),
         (Manual, {"accumulate_grad_batches": 2}, "automatic_optimization = False"),

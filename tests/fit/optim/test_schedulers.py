@@ -488,7 +488,7 @@ def test_scheduler_without_step_is_moved_by_the_task(tmp_path):
         (lambda parameters: {"optimizer": SGD(parameters), "scheduler": None}, r'Write "lr_scheduler" instead of'),
         (lambda parameters: {"optimizer": SGD(parameters), "frequency": 2}, "optimizers take turns in manual"),
         (lambda parameters: ([SGD(parameters)], [Stateless()]), "found Stateless, which has no state_dict"),
-        (lambda parameters: ([SGD(parameters)], [ByUpdate(SGD(parameters))]), "found ByUpdate, which has no step. To"),
+        (lambda parameters: ([sgd := SGD(parameters)], [ByUpdate(sgd)]), "found ByUpdate, which has no step. To"),
         (lambda parameters: 0.1, "returned float"),
         (
             with_schedule(lambda optimizer, scheduler: (optimizer, scheduler)),
