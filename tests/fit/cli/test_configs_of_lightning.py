@@ -124,7 +124,7 @@ trainer:
   profiler:
     class_path: lightning.pytorch.profilers.AdvancedProfiler
     init_args: {{dirpath: null, filename: perf, line_count_restriction: 1.0, dump_stats: false}}
-  logger: false
+  logger: null
   callbacks:
   - class_path: lightning.pytorch.callbacks.ModelCheckpoint
     init_args:

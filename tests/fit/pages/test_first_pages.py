@@ -14,6 +14,7 @@ import lumen
 from lumen import errors
 from lumen.cli import main
 from lumen.errors import LumenError
+from lumen.tools.migrate.transformers import TRANSLATED
 from tests.helpers import ROOT
 from tests.helpers.pages import find_programs, run_programs
 from tests.helpers.tasks import Regression, loader
@@ -98,7 +99,7 @@ def test_arguments_and_methods_in_the_page_exist():
     left = [re.findall(r"`(\w+)`", row.split(" | ")[0]) for row in re.findall(r"^\| `\w.*", arguments, re.M)][1:]
     named = {name for row in left for name in row}
     assert len(named) > 30
-    assert named <= theirs
+    assert named <= theirs | TRANSLATED  # older versions of transformers have some of them
     ours = {*inspect.signature(lumen.Trainer).parameters, *inspect.signature(lumen.ModelCheckpoint).parameters}
     used = {*re.findall(r"\b(\w+)=", " ".join(re.findall(r"^\|.*", arguments, re.M)))} - {"warmup", "ckpt_path", "wrap"}
     assert used <= ours
