@@ -810,8 +810,8 @@ def list_classes():
     for name in ["lumen", *names]:
         module = importlib.import_module(name)
         for cls in vars(module).values():
-            if inspect.isclass(cls) and cls.__module__ == name:
-                yield cls
+            if inspect.isclass(cls) and cls.__module__ == name and cls.__name__ != "_ArgumentGroupAutoSubclass":
+                yield cls  # jsonargparse adds the class above to the module of a parser
 
 
 def is_final(cls):

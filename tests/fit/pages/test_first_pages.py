@@ -101,7 +101,12 @@ def test_arguments_and_methods_in_the_page_exist():
     assert len(named) > 30
     assert named <= theirs | TRANSLATED  # older versions of transformers have some of them
     ours = {*inspect.signature(lumen.Trainer).parameters, *inspect.signature(lumen.ModelCheckpoint).parameters}
-    used = {*re.findall(r"\b(\w+)=", " ".join(re.findall(r"^\|.*", arguments, re.M)))} - {"warmup", "ckpt_path", "wrap"}
+    used = {*re.findall(r"\b(\w+)=", " ".join(re.findall(r"^\|.*", arguments, re.M)))} - {
+        "warmup",
+        "ckpt_path",
+        "wrap",
+        "shuffle",
+    }
     assert used <= ours
     rows = re.findall(r"^\| `\w.*", methods, re.M)
     called = {name for row in rows for name in re.findall(r"`(\w+)(?:\(\))?`", row.split(" | ")[0])}
