@@ -91,13 +91,13 @@ def test_a_migrated_script_computes_the_same(name, tmp_path):
         assert losses[1] == pytest.approx(losses[0], rel=tolerance, abs=0)
 
 
-def test_the_two_scripts_need_one_decision(tmp_path):
+def test_the_two_scripts_need_two_decisions(tmp_path):
     for name in ("classify", "write_names"):
         (tmp_path / f"{name}.py").write_text(SCRIPTS[name])
     code, diff, said = run_migrate(tmp_path)
     assert code == 0
     assert "2 files" in said
-    assert "; 1 place to check by hand" in said
+    assert "; 2 places to check by hand" in said
     assert "on_log" not in diff.replace("-    def on_log", "")
 
 
