@@ -47,6 +47,7 @@ def choose_place(loggers: Sequence[Logger], directory: Path, name: str | None) -
     """
     places = [each.chosen_place for each in loggers if isinstance(each, RunDirectoryLogger)]
     chosen_directory, chosen_name = next((each for each in places if any(each)), (None, None))
+    chosen_name = (chosen_name or "").strip("/") or None  # Lightning's users also write "csv/".
     if directory != Path(DEFAULT_ROOT) and chosen_directory not in (None, directory):
         _log.warning("a logger's save_dir %s is not used: Trainer has default_root_dir=%s", chosen_directory, directory)
         chosen_directory = None

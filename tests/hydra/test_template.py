@@ -53,7 +53,7 @@ def train(project, tmp_path):
 
 
 def read_losses(folder):
-    return [row["val/loss"] for row in read_rows(folder / "digitslitmodule/metrics.csv") if row["val/loss"]]
+    return [row["val/loss"] for row in read_rows(folder / "csv/metrics.csv") if row["val/loss"]]
 
 
 def list_checkpoints(folder):
