@@ -333,23 +333,6 @@ ATTRIBUTES_OF_STRATEGY = {
 }
 
 _PATHS = "Lumen names the directory by the step: read best_model_path, last_model_path or best_k_models."
-#: Attributes of Lightning's `ModelCheckpoint` that Lumen's lacks.
-ATTRIBUTES_OF_CHECKPOINTS = {
-    "CHECKPOINT_EQUALS_CHAR": _PATHS,
-    "CHECKPOINT_JOIN_CHAR": _PATHS,
-    "CHECKPOINT_NAME_LAST": "Lumen writes no file of this name: read last_model_path.",
-    "FILE_EXTENSION": "A checkpoint is a directory, without an extension.",
-    "STARTING_VERSION": _PATHS,
-    "auto_insert_metric_name": _PATHS,
-    "check_monitor_top_k": "Compare with best_k_models.",
-    "file_exists": _PATHS,
-    "filename": _PATHS,
-    "format_checkpoint_name": _PATHS,
-    "save_on_exception": INSTEAD_IN_CHECKPOINTS["save_on_exception"],
-    "save_weights_only": INSTEAD_IN_CHECKPOINTS["save_weights_only"],
-    "to_yaml": "Write the dictionary best_k_models yourself.",
-}
-
 #: Attributes and methods of Lightning's callbacks that Lumen's lack, by Lumen's class. A subclass may not define them.
 ATTRIBUTES_OF_CALLBACKS: Mapping[str, Mapping[str, str]] = {
     "BaseFinetuning": {

@@ -85,7 +85,7 @@ def test_loggers_are_built_from_the_config(composed, choice):
     assert metrics["val/acc"] > 0
 
 
-def test_an_experiment_accumulates_and_a_debug_run_writes_nothing(composed, tmp_path):
+def test_experiment_accumulates_and_debug_run_writes_nothing(composed, tmp_path):
     _, objects = train(composed("train.yaml", "experiment=wide", "trainer.max_epochs=2"))
     assert objects["trainer"].global_step == 2 * 11
     _, objects = train(composed("train.yaml", "debug=fdr"))
