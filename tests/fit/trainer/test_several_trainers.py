@@ -131,11 +131,12 @@ def test_run_is_watched_after_a_nested_one(tmp_path, caplog):
 
     class Waiting(lumen.Callback):
         def on_train_batch_end(self, trainer, *_):
-            bare_trainer(tmp_path, max_steps=1).fit(Regression(), loader(8, 8))
+            if trainer.global_step == 1:  # within the long limit of the start
+                bare_trainer(tmp_path, max_steps=1).fit(Regression(), loader(8, 8))
             while trainer.global_step == 2 and "no step and no batch was done" not in caplog.text:
                 threading.Event().wait(0.05)
 
-    strategy = lumen.SingleDevice("cpu", timeout_s=5.0, startup_timeout_s=60)
+    strategy = lumen.SingleDevice("cpu", timeout_s=8.0, startup_timeout_s=60)
     trainer = bare_trainer(tmp_path, max_steps=2, strategy=strategy, callbacks=[Waiting()], log_level="WARNING")
     trainer.fit(Regression(), loader(16, 8))
     assert "on_train_batch_end" in caplog.text
