@@ -119,7 +119,6 @@ def distribute_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return an unsharded tensor as a DTensor with the sharding of `like` (same shape), without communication."""
     if not is_sharded(like):
         return value
-    from torch.distributed.tensor import distribute_tensor
-
-    sharded: Any = like
-    return distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    offsets, shape = get_local_block(like)
+    block = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
+    return make_dtensor(value[block].contiguous(), like, like.shape)

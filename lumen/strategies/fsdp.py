@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ _UNSHARDED_STRATEGIES = {"full_shard": False, "shard_grad_op": True, "hybrid_sha
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # a mesh opens process groups, which are never closed
 
 
-@final
 class FSDP(Strategy):
     """Strategy that shards parameters over processes, and gathers a unit's parameters for its forward and backward.
 
@@ -166,28 +165,38 @@ class FSDP(Strategy):
                 a replica.
         """
         self.processes.connect(self.device, **self._timeouts)
-        world = self.processes.world_size
-        shape: tuple[int, ...] = (world,)
-        if self._kind in ("hybrid_shard", "no_shard"):
-            size = 1 if self._kind == "no_shard" else self._shard_size or self.processes.local_world_size
-            if world % size:
-                raise ConfigError(f"FSDP: {world} processes cannot be divided into groups of shard_size = {size}.")
-            shape = (world // size, size)
-        if not isinstance(self._reshard, bool) and shape[-1] % self._reshard:
-            raise ConfigError(
-                f"FSDP: reshard_after_forward = {self._reshard} does not divide the {shape[-1]} processes that share "
-                "the parameters. Set true, false or a divisor."
-            )
-        key = (dist.group.WORLD, self.device.type, shape)
+        sizes = self._choose_mesh()
+        key = (dist.group.WORLD, self.device.type, *sizes.items())
         if key not in _meshes:
-            names = ("replicate", "shard")[-len(shape) :]
             # Groups split off the default group would get NCCL's options for gloo too.
-            needs_override = self.device.type == "cuda" and len(shape) > 1
-            backends: Any = {"backend_override": dict.fromkeys(names, CUDA_BACKENDS)} if needs_override else {}
-            _meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names, **backends)
+            needs_override = self.device.type == "cuda" and len(sizes) > 1
+            backends: Any = {"backend_override": dict.fromkeys(sizes, CUDA_BACKENDS)} if needs_override else {}
+            shape = tuple(sizes.values())
+            _meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(sizes), **backends)
         self.device_mesh = _meshes[key]
-        if world > 1:
+        if self.processes.world_size > 1:
             self.processes.include(self.device_mesh.get_all_groups())
+        if not isinstance(self._reshard, bool) and self._shard_mesh.size(-1) % self._reshard:
+            raise ConfigError(
+                f"FSDP: reshard_after_forward = {self._reshard} does not divide the {self._shard_mesh.size(-1)} "
+                "processes that share the parameters. Set true, false or a divisor."
+            )
+
+    def _choose_mesh(self) -> dict[str, int]:
+        """Return the sizes of the device mesh, by name of dimension."""
+        world = self.processes.world_size
+        if self._kind not in ("hybrid_shard", "no_shard"):
+            return {"shard": world}
+        size = 1 if self._kind == "no_shard" else self._shard_size or self.processes.local_world_size
+        if world % size:
+            raise ConfigError(f"FSDP: {world} processes cannot be divided into groups of shard_size = {size}.")
+        return {"replicate": world // size, "shard": size}
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        """The mesh over which `fully_shard` replicates and shards parameters."""
+        assert self.device_mesh is not None
+        return self.device_mesh
 
     def setup(self, task: nn.Module) -> None:
         """Shard the parameters; parameters that are not on the meta device first get the values of rank 0.
@@ -205,7 +214,7 @@ class FSDP(Strategy):
         )  # fmt: skip
         earlier, sharded = vars(task).get("_sharded", (None, None))
         if sharded is None:
-            sharded = self._shard_task(task, self.device_mesh)
+            sharded = self._shard_task(task, self._shard_mesh)
             vars(task)["_sharded"] = options, sharded  # bypasses nn.Module: the task is a module inside
         elif earlier != options:
             raise ConfigError(
@@ -217,7 +226,7 @@ class FSDP(Strategy):
         self._sharded, self._additions = sharded, AdditionMonitor()
         compares_units = self._find_unused and self.processes.world_size > 1
         sharded.all_reduce_sum = self.processes.all_reduce_sum if compares_units else None
-        self._gathers_once = self.device_mesh.size(-1) == 1 or self._should_unshard()
+        self._gathers_once = self._shard_mesh.size(-1) == 1 or self._should_unshard()
 
     def _shard_task(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
         classes, is_unit, min_parameters = self._wrap

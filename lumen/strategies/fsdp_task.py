@@ -148,7 +148,7 @@ class ShardedTask:
                 assert parameter is not None
                 if self.is_watched:
                     self._note_gathered(name, parameter)
-                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                if parameter.requires_grad and not is_placed(parameter):
                     self._call_gradient_hooks(name, parameter)
 
         # Runs after the hook of fully_shard, which gathers the parameters.
@@ -173,6 +173,8 @@ class ShardedTask:
         on_gradient = OrderedDict() if on_gradient is None else on_gradient
         set_gradient_hooks(get_direct_parameters(module)[key], (on_gradient, None))  # also finds later hooks
         self._hooks[name] = on_gradient, on_accumulated
+        if isinstance(earlier, DTensor):  # tensor parallelism has created it, and nothing else refers to it
+            return
         redirect_references(earlier, partial(self._get_current, module, key, name), name)
 
     def _get_current(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
@@ -182,7 +184,7 @@ class ShardedTask:
             ConfigError: A training step uses the parameter while it is not gathered.
         """
         parameter = get_direct_parameters(module)[key]
-        if self._in_forward and isinstance(parameter, DTensor):
+        if self._in_forward and is_placed(parameter):
             raise ConfigError(
                 f"FSDP: training_step uses {name} through a reference outside the module, while the unit of {name} is "
                 f"not gathered. Units are {self._describe_units()}. Use {name} in the forward of its unit, or choose "
@@ -192,7 +194,7 @@ class ShardedTask:
 
     def _note_gathered(self, name: str, parameter: nn.Parameter) -> None:
         """Record the version and `requires_grad` of a gathered parameter, because a write to it would be lost."""
-        if not isinstance(parameter, DTensor):
+        if not is_placed(parameter):
             self._versions.setdefault(name, (parameter, get_version(parameter), parameter.requires_grad))
 
     def refuse_writes(self) -> None:
@@ -330,6 +332,14 @@ class ShardedTask:
         self.reshard()
 
 
+def is_placed(parameter: torch.Tensor) -> bool:
+    """Return True if a parameter is sharded by `fully_shard`, and not gathered now.
+
+    A gathered parameter of tensor parallelism is a DTensor too, on the mesh of one `tensor` group.
+    """
+    return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
+
+
 def _get_direct_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     return [(key, parameter) for key, parameter in get_direct_parameters(module).items() if parameter is not None]
 
@@ -339,7 +349,7 @@ def _list_unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
     found: dict[int, tuple[nn.Module, str]] = {}
     for module in unit.modules():
         for key, parameter in _get_direct_parameters(module):
-            if not isinstance(parameter, DTensor):
+            if not is_placed(parameter):
                 found.setdefault(id(parameter), (module, key))
     return list(found.values())
 

@@ -1,0 +1,98 @@
+"""Data, sharded and tensor parallelism on one device mesh."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lumen.errors import ConfigError
+from lumen.errors.arguments import check_arguments
+from lumen.strategies.fsdp import FSDP
+from lumen.strategies.fsdp_task import ShardedTask
+from lumen.strategies.tensor_parallel import TensorParallel
+
+_OWN_SIZES = {"sharding_strategy": "replicate and shard", "shard_size": "shard"}
+
+
+@final
+class Mesh(FSDP):
+    """Strategy that cuts matrices over `tensor` processes, and shards the parts over `shard` processes.
+
+    The number of processes is `replicate * shard * tensor`. The processes of a `tensor` group have successive ranks, so
+    that a group is in one node if its size divides the processes of a node. They read the same batches, and compute
+    each layer of the task's `parallel_plan` together. Over `replicate` and `shard`, the strategy is `FSDP`:
+    `Mesh(shard=n)` equals `FSDP()` on n processes bit by bit.
+
+    `parallel_plan` is a dictionary of the task: names of modules, where `*` is one part of a name, and words. A module
+    without an entry is computed by every process of a group.
+
+    | word | module | cut | output |
+    |---|---|---|---|
+    | `colwise` | `nn.Linear` | output features | features of this process |
+    | `packed_colwise` | `nn.Linear` of query, key and value in one | output features of each | features of this process |
+    | `rowwise` | `nn.Linear` | input features, which are of this process | whole |
+    | `colwise_gather_output` | `nn.Linear` | output features | whole |
+    | `embedding_rowwise` | `nn.Embedding` | rows | whole |
+    | `vocab` | `nn.Linear` or `nn.Embedding` | one of the last two | whole |
+
+    These are words of transformers. Without `parallel_plan`, the plan of a model from transformers in the task is used.
+    Between a `colwise` and a `rowwise` module, a process has its share of the features, so code there must not contain
+    their number: `unflatten(-1, (-1, head_size))`, not `unflatten(-1, (heads, -1))`. The first training step compares
+    each module around such layers with the same module on one process, and refuses a difference.
+
+    Args:
+        replicate: Number of groups that hold all parameters, >= 1.
+        shard: Number of processes over which parameters are sharded, >= 1. Default: the remaining processes.
+        tensor: Number of processes that compute a layer of the plan together, >= 1.
+        **options: Arguments of `FSDP`, without `sharding_strategy` and `shard_size`.
+
+    Raises:
+        ConfigError: An argument is unknown or has a wrong value.
+    """
+
+    @check_arguments
+    def __init__(self, *, replicate: int = 1, shard: int | None = None, tensor: int = 1, **options: Any) -> None:
+        for name, value in {"replicate": replicate, "shard": shard, "tensor": tensor}.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"Mesh: {name} must be at least 1, found {value}.")
+        for name in filter(options.__contains__, _OWN_SIZES):
+            raise ConfigError(f"Mesh: {name} is an option of FSDP. Set {_OWN_SIZES[name]}.")
+        super().__init__(**options)
+        self._sizes = replicate, shard, tensor
+        self._tensor: TensorParallel | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the part of every step's data that this process reads; equal in a `tensor` group."""
+        return self.processes.rank // self._sizes[2]
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of parts into which every step's data is divided: `replicate * shard`."""
+        return self.processes.world_size // self._sizes[2]
+
+    def _choose_mesh(self) -> dict[str, int]:
+        replicate, shard, tensor = self._sizes
+        world = self.processes.world_size
+        shard = shard or max(world // (replicate * tensor), 1)
+        if replicate * shard * tensor != world:
+            raise ConfigError(
+                f"Mesh: replicate * shard * tensor is {replicate} * {shard} * {tensor} = {replicate * shard * tensor}, "
+                f"but {world} processes run. Change a size, or start {replicate * shard * tensor} processes."
+            )
+        names = {"replicate": replicate, "shard": shard, "tensor": tensor}
+        return {name: size for name, size in names.items() if name == "shard" or size > 1}
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        assert self.device_mesh is not None
+        names = tuple(name for name in self.device_mesh.mesh_dim_names or () if name != "tensor")
+        return self.device_mesh if self._sizes[2] == 1 else self.device_mesh[names]
+
+    def _shard_task(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
+        assert self.device_mesh is not None
+        if self._sizes[2] > 1:
+            self._tensor = TensorParallel(task, self.device_mesh["tensor"], self.device)
+        return super()._shard_task(task, mesh)

@@ -1,0 +1,284 @@
+"""Tensor parallelism: layers of a task's plan, cut over a group of processes that compute each layer together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+
+from lumen.errors import ConfigError
+from lumen.errors.arguments import suggest_names
+from lumen.internals.tensors import get_direct_parameters, get_gradient_hooks, set_gradient_hooks
+from lumen.strategies.region_check import RegionCheck
+from lumen.task.materialize import redirect_references
+
+
+class Style(NamedTuple):
+    """Cut of a layer.
+
+    Attributes:
+        kind: The class of the layer.
+        weight: The dimension in which the weight is cut; None replicates it.
+        bias: The dimension in which the bias is cut; None replicates it.
+        takes_cut: True if the input is this process's share of the features, False if it is whole.
+        gives_cut: True if the output is this process's share of the features, False if it is whole.
+    """
+
+    kind: type[nn.Module]
+    weight: int | None
+    bias: int | None
+    takes_cut: bool
+    gives_cut: bool
+
+
+_COLWISE_GATHER, _EMBEDDING = Style(nn.Linear, 0, 0, False, False), Style(nn.Embedding, 0, None, False, False)
+#: Styles of layers by the words of a plan, which are those of transformers.
+STYLES: Mapping[str, tuple[Style, ...]] = {
+    "colwise": (Style(nn.Linear, 0, 0, False, True),),
+    "rowwise": (Style(nn.Linear, 1, None, True, False),),
+    "colwise_gather_output": (_COLWISE_GATHER,),
+    "colwise_rep": (_COLWISE_GATHER,),
+    "embedding_rowwise": (_EMBEDDING,),
+    "vocab": (_COLWISE_GATHER, _EMBEDDING),
+}
+_SHARED_WORD = "replicated_with_grad_allreduce"
+_REFUSED = {
+    "sequence": "Lumen does not cut activations between layers. Leave the module out: every process computes it.",
+    "sequence_parallel": "Lumen does not cut activations between layers. Leave the module out.",
+}
+
+
+@final
+class TensorParallel:
+    """Layers of a task, cut over the processes of a mesh.
+
+    The constructor replaces the parameters of these layers by DTensors. Parameters and buffers that are not on the meta
+    device first get the values of rank 0.
+
+    Args:
+        task: The task with a plan.
+        mesh: The mesh of the processes that compute a layer together, of one dimension.
+        device: The device of this process.
+
+    Raises:
+        ConfigError: The task has no plan, the plan names modules or words that do not exist, or a module cannot be cut;
+            the message names it.
+    """
+
+    def __init__(self, task: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        self._task, self._mesh = task, mesh
+        self._is_bypassed = False
+        words = match_plan(task, find_plan(task))
+        styles = {name: _choose_style(task, name, word) for name, word in words.items() if word != _SHARED_WORD}
+        self._names = {name: task.get_submodule(name) for name in styles}
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in task.modules():
+            for key, parameter in get_direct_parameters(module).items():
+                if parameter is not None:
+                    self._places.setdefault(id(parameter), []).append((module, key))
+        check_sizes(task, styles, mesh.size())
+        regions = find_regions(task, styles)
+        self._share_values(device)
+        cuts: dict[int, tuple[str, Placement]] = {}
+        for name, style in styles.items():
+            self._cut_layer(name, style, cuts)
+        for name in (name for name, word in words.items() if word == _SHARED_WORD):
+            for parameter in task.get_submodule(name).parameters():
+                parameter.register_hook(partial(_sum_over, mesh))  # type: ignore[no-untyped-call]
+        for name in regions:
+            RegionCheck(name, task.get_submodule(name), mesh, self._bypass)
+
+    def _share_values(self, device: torch.device) -> None:
+        """Move parameters and buffers to the device, with rank 0's values. Collective."""
+        for tensor in (*self._task.parameters(), *self._task.buffers()):
+            tensor.data = tensor.data.contiguous()
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+                dist.broadcast(tensor.data, 0)
+
+    def _cut_layer(self, name: str, style: Style, cuts: dict[int, tuple[str, Placement]]) -> None:
+        """Replace the parameters of a layer, also where other modules hold them, and convert its input and output.
+
+        Args:
+            name: The name of the layer in the task.
+            style: The cut of the layer.
+            cuts: The layer and the placement of each parameter that has been cut, by id; this layer's are added.
+        """
+        layer, mesh = self._names[name], self._mesh
+        for key, dim in (("weight", style.weight), ("bias", style.bias)):
+            parameter = get_direct_parameters(layer).get(key)
+            if parameter is None:
+                continue
+            placement: Placement = Replicate() if dim is None else Shard(dim)
+            first, earlier = cuts.setdefault(id(parameter), (name, placement))
+            if earlier != placement:
+                raise ConfigError(
+                    f"parallel_plan: {first} and {name} share {key}, but cut it in different ways. Give both the same "
+                    "word, such as vocab."
+                )
+            if isinstance(parameter, DTensor):
+                continue
+            self._replace(parameter, self._make_part(parameter, placement), f"{name}.{key}")
+            cuts[id(get_direct_parameters(layer)[key])] = name, placement
+        convert_input = partial(self._convert_input, Shard(-1) if style.takes_cut else Replicate())
+        convert_output = partial(self._convert_output, style.gives_cut)
+        distribute_module(layer, mesh, None, convert_input, convert_output)
+
+    def _make_part(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+        """Return a parameter with this process's part of the values of another one."""
+        values = parameter.detach()
+        if isinstance(placement, Shard):
+            size = values.shape[placement.dim] // self._mesh.size()
+            values = values.narrow(placement.dim, self._mesh.get_local_rank() * size, size).contiguous().clone()
+        part = DTensor.from_local(values, self._mesh, [placement], run_check=False)
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def _replace(self, parameter: nn.Parameter, part: nn.Parameter, name: str) -> None:
+        """Replace a parameter in all modules that hold it, and redirect other references to it."""
+        vars(part).update(vars(parameter))
+        set_gradient_hooks(part, get_gradient_hooks(parameter))
+        places = self._places[id(parameter)]
+        for module, key in places:
+            if module not in self._names.values():
+                holder = next(holder for holder, each in self._task.named_modules() if each is module)
+                raise ConfigError(
+                    f"parallel_plan: {holder or type(self._task).__name__}.{key} is the parameter {name}, which the "
+                    f"plan cuts. Give {holder} a word too."
+                )
+            get_direct_parameters(module)[key] = part
+        module, key = places[0]
+        redirect_references(parameter, lambda: get_direct_parameters(module)[key], name)
+
+    def _convert_input(self, placement: Placement, layer: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        if self._is_bypassed:
+            return args
+        return (DTensor.from_local(args[0], mesh, [placement], run_check=False), *args[1:])
+
+    def _convert_output(self, gives_cut: bool, layer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        if self._is_bypassed:
+            return output
+        return (output if gives_cut else output.redistribute(mesh, [Replicate()])).to_local()
+
+    @contextmanager
+    def _bypass(self) -> Iterator[None]:
+        """Compute layers within the context with whole parameters."""
+        self._is_bypassed = True
+        try:
+            yield
+        finally:
+            self._is_bypassed = False
+
+
+def find_plan(task: nn.Module) -> dict[str, str]:
+    """Return the plan of a task, or of the models from transformers in it: words by name of module.
+
+    Raises:
+        ConfigError: Neither the task nor a model in it has a plan.
+    """
+    plan = getattr(task, "parallel_plan", None)
+    if plan:
+        return dict(plan)
+    found: dict[str, str] = {}
+    for name, module in task.named_modules():
+        prefix = f"{name}." if name else ""
+        if not any(each.startswith(prefix) for each in found):
+            hub = getattr(module, "tp_plan", None)
+            found |= {prefix + each: word for each, word in hub.items()} if isinstance(hub, Mapping) else {}
+    if not found:
+        raise ConfigError(
+            f"Mesh: tensor = 2 or more cuts the layers of a plan, and {type(task).__name__} has none. Set parallel_plan "
+            'in the task, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or set tensor: 1.'
+        )
+    return found
+
+
+def match_plan(task: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the word of each module that a plan names; `*` is one part of a name.
+
+    Raises:
+        ConfigError: A name matches no module, or a word is unknown.
+    """
+    names = [name for name, _ in task.named_modules()][1:]
+    words: dict[str, str] = {}
+    for pattern, word in plan.items():
+        if word not in STYLES and word != _SHARED_WORD:
+            known = [*STYLES, _SHARED_WORD]
+            hint = _REFUSED.get(word) or f"Words are {', '.join(known)}.{suggest_names(word, known)}"
+            raise ConfigError(f"parallel_plan: {pattern}: {word!r} is not supported. {hint}")
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
+        matched = [name for name in names if matches(name)]
+        if not matched:
+            general = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
+            raise ConfigError(
+                f"parallel_plan: {pattern} is no module of {type(task).__name__}.{suggest_names(pattern, general)}"
+            )
+        words |= dict.fromkeys(matched, word)
+    return words
+
+
+def _choose_style(task: nn.Module, name: str, word: str) -> Style:
+    """Return the cut of a layer.
+
+    Raises:
+        ConfigError: The word does not fit the class of the module.
+    """
+    module = task.get_submodule(name)
+    for style in STYLES[word]:
+        if type(module) is style.kind:
+            return style
+    kinds = " or ".join(f"nn.{style.kind.__name__}" for style in STYLES[word])
+    raise ConfigError(f"parallel_plan: {name}: {word} cuts an {kinds}, but {name} is a {type(module).__name__}.")
+
+
+def check_sizes(task: nn.Module, styles: Mapping[str, Style], processes: int) -> None:
+    """Refuse layers whose cut dimension is not divisible by the number of processes.
+
+    Raises:
+        ConfigError: The size of a layer is not divisible; the message names the layer.
+    """
+    for name, style in styles.items():
+        shape = task.get_submodule(name).weight.shape
+        if style.weight is not None and shape[style.weight] % processes:  # type: ignore[index]
+            raise ConfigError(
+                f"parallel_plan: {name} has {shape[style.weight]} features in its cut dimension, which {processes} "  # type: ignore[index]
+                "processes cannot share equally. Change the size of the layer or tensor, or leave the layer out."
+            )
+
+
+def find_regions(task: nn.Module, styles: Mapping[str, Style]) -> list[str]:
+    """Return the names of the smallest modules in which features are cut and made whole again.
+
+    Raises:
+        ConfigError: A layer gives or takes cut features outside such a module.
+    """
+    givers = [name for name, style in styles.items() if style.gives_cut]
+    takers = [name for name, style in styles.items() if style.takes_cut]
+    found: dict[str, None] = {}
+    for name in (*givers, *takers):
+        others = takers if name in givers else givers
+        region = name
+        while region and not any(other.startswith(f"{region}.") for other in others):
+            region = region.rpartition(".")[0]
+        if not region:
+            verb, word = ("gives", "rowwise") if name in givers else ("takes", "colwise")
+            raise ConfigError(
+                f"parallel_plan: {name} {verb} cut features, but no module of the task holds {name} and a {word} layer. "
+                "Put both into one module, or use colwise_gather_output or vocab for a layer whose output is whole."
+            )
+        found[region] = None
+    return [*found]
+
+
+def _sum_over(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a gradient over the processes of a mesh. Collective."""
+    total = gradient.clone()
+    dist.all_reduce(total, group=mesh.get_group())
+    return total
