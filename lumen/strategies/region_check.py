@@ -67,6 +67,8 @@ class RegionCheck:
         try:
             cut = self._compute(region, args, kwargs)
         except (RuntimeError, ValueError) as error:
+            if isinstance(error, ConfigError):  # of a module inside
+                raise
             raise ConfigError(
                 f"parallel_plan: {self._name} fails with layers cut over {count} processes: {error} Between a colwise "
                 "and a rowwise layer a process has its share of the features: write -1 for the number of heads or "

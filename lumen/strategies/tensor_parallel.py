@@ -92,7 +92,7 @@ class TensorParallel:
             self._cut_layer(name, style, cuts)
         for name in (name for name, word in words.items() if word == _SHARED_WORD):
             for parameter in task.get_submodule(name).parameters():
-                parameter.register_hook(partial(_sum_over, mesh))  # type: ignore[no-untyped-call]
+                parameter.register_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
         for name in regions:
             RegionCheck(name, task.get_submodule(name), mesh, self._bypass)
 
@@ -166,6 +166,13 @@ class TensorParallel:
         if self._is_bypassed:
             return output
         return (output if gives_cut else output.redistribute(mesh, [Replicate()])).to_local()
+
+    def _sum_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a gradient over the processes that compute a layer together. Collective."""
+        if not self._is_bypassed:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=self._mesh.get_group())
+        return gradient
 
     @contextmanager
     def _bypass(self) -> Iterator[None]:
@@ -275,10 +282,3 @@ def find_regions(task: nn.Module, styles: Mapping[str, Style]) -> list[str]:
             )
         found[region] = None
     return [*found]
-
-
-def _sum_over(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a gradient over the processes of a mesh. Collective."""
-    total = gradient.clone()
-    dist.all_reduce(total, group=mesh.get_group())
-    return total
