@@ -7,14 +7,14 @@ the tensors that were sharded when they were saved. The entry is None if the sav
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from lumen.checkpoint.format.codec import Tensors
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.distributed.dtensor import get_local_block, is_sharded, is_split, make_dtensor
+from lumen.distributed.dtensor import find_packed, is_sharded, is_split, make_dtensor, restore_packed
 from lumen.internals.tensors import get_direct_parameters, get_direct_persistent_buffers
 
 
@@ -110,8 +110,11 @@ def read_as_saved(checkpoint: Checkpoint, section: str, name: str, like: torch.T
 
 def get_tensors_as_saved(model: nn.Module, checkpoint: Checkpoint, section: str) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a section: sharded as they were saved if the model is sharded, otherwise on the host."""
-    like = next(filter(is_sharded, model.parameters()), None)
-    return checkpoint.as_mapping(section, lambda name: read_as_saved(checkpoint, section, name, like))
+    first = next(filter(is_sharded, model.parameters()), None)
+    owners = _map_to_parameters(model, checkpoint, section)
+    return checkpoint.as_mapping(
+        section, lambda name: read_as_saved(checkpoint, section, name, owners.get(name, first))
+    )
 
 
 def get_extra_tensors(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
@@ -131,7 +134,7 @@ def get_extra_tensors(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, t
     """
     if _get_sharded_names(checkpoint, "extra") is not None or not any(map(is_sharded, task.parameters())):
         return get_tensors_as_saved(task, checkpoint, "extra")
-    likes = _map_to_parameters(task, checkpoint)
+    likes = _map_to_parameters(task, checkpoint, "extra")
 
     def read(name: str) -> torch.Tensor:
         like = likes.get(name)
@@ -148,18 +151,34 @@ def _get_sharded_names(checkpoint: Checkpoint, section: str) -> dict[str, bool] 
     return None if sharded is None else sharded[section]
 
 
-def _map_to_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return, for tensors of the section "extra", the parameter with the same name and shape."""
-    parameters = dict(task.named_parameters(remove_duplicate=False))
+def _map_to_parameters(task: nn.Module, checkpoint: Checkpoint, section: str) -> dict[str, torch.Tensor]:
+    """Return, for tensors of a section, the parameter with the same name and shape."""
+    owners = find_owners(checkpoint.list_tensor_names(section), dict(task.named_parameters(remove_duplicate=False)))
+    return {name: each for name, each in owners.items() if each.shape == checkpoint.get_spec(section, name)[1]}
+
+
+def find_owners(names: Iterable[str], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return, for names of tensors in a checkpoint, the parameter whose name they contain.
+
+    Examples for `net.0.weight`: `net.0.weight.exp_avg`, `average.net.0.weight`, `moments.net.0.weight.mean`.
+    """
     found: dict[str, torch.Tensor] = {}
-    for name in checkpoint.list_tensor_names("extra"):
-        begins = [place + 1 for place, letter in enumerate(name) if letter == "."]
+    for name in names:
+        begins = [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
         ends = [len(name), *(place for place, letter in enumerate(name) if letter in ".[")]
         inner = (name[begin:end] for begin in begins for end in ends)
-        parameter = next((parameters[each] for each in inner if each in parameters), None)
-        if parameter is not None and parameter.shape == checkpoint.get_spec("extra", name)[1]:
-            found[name] = parameter
+        owner = next((parameters[each] for each in inner if each in parameters), None)
+        if owner is not None:
+            found[name] = owner
     return found
+
+
+def restore_all_packed(sections: Mapping[str, Tensors]) -> None:
+    """Give tensors that were computed from a parameter, such as an average, the parameter's `PackedShard`, in place."""
+    packed = {name: each for name, each in sections["model"].items() if find_packed(each) is not None}
+    for section in ("optimizer", "extra") if packed else ():
+        for name, owner in find_owners(sections[section], packed).items():
+            sections[section][name] = restore_packed(sections[section][name], owner)
 
 
 def _read_shard_like(
@@ -167,5 +186,5 @@ def _read_shard_like(
 ) -> torch.Tensor:
     """Read this process's shard of a tensor, with the mesh and placements of `like`."""
     _, shape = checkpoint.get_spec(section, name)
-    shard = checkpoint.read_block(section, name, *get_local_block(like, shape, is_replicated=is_replicated))
+    shard = checkpoint.read_shard(section, name, like, is_replicated=is_replicated)
     return make_dtensor(shard.to(like.device), like, shape, is_replicated=is_replicated)

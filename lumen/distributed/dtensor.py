@@ -42,6 +42,70 @@ def get_local_block(
     return compute_local_block(shape, sharded.device_mesh, _get_placements(tensor, shape, is_replicated=is_replicated))
 
 
+def list_saved_blocks(
+    tensor: torch.Tensor, shape: torch.Size | None = None, *, is_replicated: bool = False
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return offset and shape of the parts of `get_local_tensor` in the tensor of one process, in the order of rows.
+
+    This is the block of `get_local_block`, except for a layer that is cut in several places (`PackedShard`).
+
+    Args:
+        tensor: A DTensor or an ordinary tensor.
+        shape: The unsharded shape of another tensor with the sharding of `tensor`; None: `tensor` itself.
+        is_replicated: The other tensor is replicated on every process.
+    """
+    offsets, local_shape = get_local_block(tensor, shape, is_replicated=is_replicated)
+    packed = find_packed(tensor)
+    if packed is None or is_replicated or not offsets:
+        return [(offsets, local_shape)]
+    rows = (tensor.shape if shape is None else shape)[0]
+    count, parts = packed
+    size = rows // (count * parts)  # rows of one part on one process
+    blocks, row, end = [], offsets[0], offsets[0] + local_shape[0]
+    while row < end:
+        index, begin = divmod(row, size)
+        process, part = divmod(index, parts)
+        length = min(size - begin, end - row)
+        start = part * (rows // parts) + process * size + begin
+        blocks.append(((start, *offsets[1:]), (length, *local_shape[1:])))
+        row += length
+    return blocks or [(offsets, local_shape)]
+
+
+def find_packed(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the number of processes and of parts of a tensor with a `PackedShard`; None for any other tensor."""
+    if not is_sharded(tensor):
+        return None
+    sharded: Any = tensor
+    for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
+        if parts := getattr(placement, "parts", 0):
+            return size, parts
+    return None
+
+
+def gather_full_tensor(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return all values of a tensor as one process would hold them. Collective if the tensor is sharded.
+
+    Args:
+        tensor: A DTensor or an ordinary tensor, which is returned as it is.
+        like: The DTensor from which the tensor was computed, such as the parameter of a gradient; default: `tensor`.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    values: torch.Tensor = sharded.full_tensor()
+    if (packed := find_packed(tensor if like is None else like)) is not None:
+        values = values.unflatten(0, (*packed, -1)).transpose(0, 1).flatten(0, 2)  # type: ignore[no-untyped-call]
+    return values
+
+
+def restore_packed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that was computed from `like` with the `PackedShard` of `like`, which most operations drop."""
+    if find_packed(like) is None or not is_sharded(tensor) or tensor.shape[:1] != like.shape[:1]:
+        return tensor
+    return make_dtensor(get_local_tensor(tensor), like, tensor.shape)
+
+
 def make_dtensor(
     local: torch.Tensor, like: torch.Tensor, shape: torch.Size, *, is_replicated: bool = False
 ) -> torch.Tensor:
@@ -119,6 +183,8 @@ def distribute_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return an unsharded tensor as a DTensor with the sharding of `like` (same shape), without communication."""
     if not is_sharded(like):
         return value
-    offsets, shape = get_local_block(like)
-    block = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
-    return make_dtensor(value[block].contiguous(), like, like.shape)
+    blocks = [
+        value[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))]
+        for offsets, shape in list_saved_blocks(like)
+    ]
+    return make_dtensor(torch.cat(blocks) if len(blocks) > 1 else blocks[0].contiguous(), like, like.shape)

@@ -332,7 +332,7 @@ class ShardedTask:
         self.reshard()
 
 
-def is_placed(parameter: torch.Tensor) -> bool:
+def is_placed(parameter: torch.Tensor | None) -> bool:
     """Return True if a parameter is sharded by `fully_shard`, and not gathered now.
 
     A gathered parameter of tensor parallelism is a DTensor too, on the mesh of one `tensor` group.

@@ -31,7 +31,7 @@ class Mesh(FSDP):
     | word | module | cut | output |
     |---|---|---|---|
     | `colwise` | `nn.Linear` | output features | features of this process |
-    | `packed_colwise` | `nn.Linear` of query, key and value in one | output features of each | features of this process |
+    | `packed_colwise` | `nn.Linear` of query, key and value | output features of each | features of this process |
     | `rowwise` | `nn.Linear` | input features, which are of this process | whole |
     | `colwise_gather_output` | `nn.Linear` | output features | whole |
     | `embedding_rowwise` | `nn.Embedding` | rows | whole |
@@ -53,7 +53,7 @@ class Mesh(FSDP):
     """
 
     @check_arguments
-    def __init__(self, *, replicate: int = 1, shard: int | None = None, tensor: int = 1, **options: Any) -> None:
+    def __init__(self, /, *, replicate: int = 1, shard: int | None = None, tensor: int = 1, **options: Any) -> None:
         for name, value in {"replicate": replicate, "shard": shard, "tensor": tensor}.items():
             if value is not None and value < 1:
                 raise ConfigError(f"Mesh: {name} must be at least 1, found {value}.")

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lumen.data.nested import iterate_tensors, map_leaves
+from lumen.distributed.dtensor import gather_full_tensor
 from lumen.errors import ConfigError
 from lumen.internals.tensors import get_direct_parameters
 from lumen.random import preserve_generators
@@ -93,11 +94,11 @@ class RegionCheck:
             (module, key, parameter)
             for module in region.modules()
             for key, parameter in get_direct_parameters(module).items()
-            if isinstance(parameter, DTensor)
+            if parameter is not None and isinstance(parameter, DTensor)
         ]
         try:
             for module, key, parameter in cut:
-                whole = parameter.detach().full_tensor()
+                whole = gather_full_tensor(parameter.detach(), parameter)
                 get_direct_parameters(module)[key] = nn.Parameter(whole, parameter.requires_grad)
             with self._bypass():
                 return self._compute(region, args, kwargs)
@@ -107,7 +108,6 @@ class RegionCheck:
 
     def _compute(self, region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Values:
         """Return outputs, and gradients of inputs and parameters, of one forward and backward without side effects."""
-
         names, parameters = zip(*region.named_parameters(), strict=True)
         dtype = next(each.dtype for each in parameters if each.is_floating_point())
 
@@ -136,9 +136,9 @@ class RegionCheck:
             for buffer, before in buffers:
                 buffer.copy_(before)
         values = {f"output {index}": each.detach() for index, each in enumerate(outputs)}
-        for name, gradient in zip(sources, gradients, strict=False):
+        for (name, source), gradient in zip(sources.items(), gradients, strict=False):
             if gradient is not None:
-                values[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                values[name] = gather_full_tensor(gradient, source)
         return values
 
 
@@ -160,7 +160,7 @@ def _list_different(values: _Values, others: _Values) -> list[str]:
     different = []
     for name, value in values.items():
         other, eps = others[name], torch.finfo(value.dtype).eps
-        # A gradient that is zero without rounding, such as that of a key's bias, is noise of the other gradients' scale.
+        # A gradient that is zero without rounding, such as that of a key's bias, is noise of the others' scale.
         limit = eps**0.5 * float(other.double().norm()) + 100 * eps * scale
         if value.shape != other.shape or not float((value.double() - other.double()).norm()) <= limit:
             different.append(name)

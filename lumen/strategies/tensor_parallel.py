@@ -21,6 +21,26 @@ from lumen.strategies.region_check import RegionCheck
 from lumen.task.materialize import redirect_references
 
 
+class PackedShard(Shard):
+    """Cut of a tensor that holds several matrices one after the other, each of which is cut in dimension 0.
+
+    Torch computes with such a tensor as with a `Shard(0)`, so that `full_tensor` returns the rows of each process one
+    after the other. Lumen saves the rows in the order of one process. The result of most operations is a `Shard(0)`.
+
+    Args:
+        parts: The number of matrices, such as 3 for query, key and value.
+    """
+
+    def __new__(cls, parts: int) -> PackedShard:
+        """Create the placement for dimension 0."""
+        new: Any = super().__new__
+        return new(cls, 0)  # type: ignore[no-any-return]
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(0)
+        self.parts = parts
+
+
 class Style(NamedTuple):
     """Cut of a layer.
 
@@ -30,6 +50,7 @@ class Style(NamedTuple):
         bias: The dimension in which the bias is cut; None replicates it.
         takes_cut: True if the input is this process's share of the features, False if it is whole.
         gives_cut: True if the output is this process's share of the features, False if it is whole.
+        parts: The number of matrices in the weight, each of which is cut.
     """
 
     kind: type[nn.Module]
@@ -37,12 +58,14 @@ class Style(NamedTuple):
     bias: int | None
     takes_cut: bool
     gives_cut: bool
+    parts: int = 1
 
 
 _COLWISE_GATHER, _EMBEDDING = Style(nn.Linear, 0, 0, False, False), Style(nn.Embedding, 0, None, False, False)
 #: Styles of layers by the words of a plan, which are those of transformers.
 STYLES: Mapping[str, tuple[Style, ...]] = {
     "colwise": (Style(nn.Linear, 0, 0, False, True),),
+    "packed_colwise": (Style(nn.Linear, 0, 0, False, True, 3),),
     "rowwise": (Style(nn.Linear, 1, None, True, False),),
     "colwise_gather_output": (_COLWISE_GATHER,),
     "colwise_rep": (_COLWISE_GATHER,),
@@ -118,8 +141,10 @@ class TensorParallel:
             if parameter is None:
                 continue
             placement: Placement = Replicate() if dim is None else Shard(dim)
+            if style.parts > 1:
+                placement = PackedShard(style.parts)
             first, earlier = cuts.setdefault(id(parameter), (name, placement))
-            if earlier != placement:
+            if earlier != placement or getattr(earlier, "parts", 1) != style.parts:
                 raise ConfigError(
                     f"parallel_plan: {first} and {name} share {key}, but cut it in different ways. Give both the same "
                     "word, such as vocab."
@@ -136,8 +161,9 @@ class TensorParallel:
         """Return a parameter with this process's part of the values of another one."""
         values = parameter.detach()
         if isinstance(placement, Shard):
-            size = values.shape[placement.dim] // self._mesh.size()
-            values = values.narrow(placement.dim, self._mesh.get_local_rank() * size, size).contiguous().clone()
+            dim, parts = placement.dim, getattr(placement, "parts", 1)
+            of_each: Any = values.unflatten(dim, (parts, self._mesh.size(), -1))  # type: ignore[no-untyped-call]
+            values = of_each.select(dim + 1, self._mesh.get_local_rank()).flatten(dim, dim + 1).contiguous().clone()
         part = DTensor.from_local(values, self._mesh, [placement], run_check=False)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
@@ -201,8 +227,8 @@ def find_plan(task: nn.Module) -> dict[str, str]:
             found |= {prefix + each: word for each, word in hub.items()} if isinstance(hub, Mapping) else {}
     if not found:
         raise ConfigError(
-            f"Mesh: tensor = 2 or more cuts the layers of a plan, and {type(task).__name__} has none. Set parallel_plan "
-            'in the task, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or set tensor: 1.'
+            f"Mesh: tensor = 2 or more cuts the layers of a plan, and {type(task).__name__} has none. Set "
+            'parallel_plan in the task, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or set tensor: 1.'
         )
     return found
 
@@ -216,8 +242,8 @@ def match_plan(task: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     names = [name for name, _ in task.named_modules()][1:]
     words: dict[str, str] = {}
     for pattern, word in plan.items():
-        if word not in STYLES and word != _SHARED_WORD:
-            known = [*STYLES, _SHARED_WORD]
+        known = [*STYLES, _SHARED_WORD]
+        if word.partition(":")[0] not in known:
             hint = _REFUSED.get(word) or f"Words are {', '.join(known)}.{suggest_names(word, known)}"
             raise ConfigError(f"parallel_plan: {pattern}: {word!r} is not supported. {hint}")
         matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
@@ -235,12 +261,17 @@ def _choose_style(task: nn.Module, name: str, word: str) -> Style:
     """Return the cut of a layer.
 
     Raises:
-        ConfigError: The word does not fit the class of the module.
+        ConfigError: The word does not fit the class of the module, or has a wrong number of parts.
     """
-    module = task.get_submodule(name)
+    module, (word, _, parts) = task.get_submodule(name), word.partition(":")
+    if parts and not (word == "packed_colwise" and parts.isdigit() and int(parts) > 1):
+        raise ConfigError(
+            f"parallel_plan: {name}: {word}:{parts} is not a word. The number of parts follows packed_colwise and is 2 "
+            "or more, as in packed_colwise:2."
+        )
     for style in STYLES[word]:
         if type(module) is style.kind:
-            return style
+            return style._replace(parts=int(parts)) if parts else style
     kinds = " or ".join(f"nn.{style.kind.__name__}" for style in STYLES[word])
     raise ConfigError(f"parallel_plan: {name}: {word} cuts an {kinds}, but {name} is a {type(module).__name__}.")
 
@@ -252,10 +283,12 @@ def check_sizes(task: nn.Module, styles: Mapping[str, Style], processes: int) ->
         ConfigError: The size of a layer is not divisible; the message names the layer.
     """
     for name, style in styles.items():
-        shape = task.get_submodule(name).weight.shape
-        if style.weight is not None and shape[style.weight] % processes:  # type: ignore[index]
+        weight: Any = task.get_submodule(name).weight
+        size = 0 if style.weight is None else weight.shape[style.weight]
+        if size % (processes * style.parts):
+            of_parts = f" of {style.parts} matrices" if style.parts > 1 else ""
             raise ConfigError(
-                f"parallel_plan: {name} has {shape[style.weight]} features in its cut dimension, which {processes} "  # type: ignore[index]
+                f"parallel_plan: {name} has {size} features{of_parts} in its cut dimension, which {processes} "
                 "processes cannot share equally. Change the size of the layer or tensor, or leave the layer out."
             )
 
@@ -277,8 +310,8 @@ def find_regions(task: nn.Module, styles: Mapping[str, Style]) -> list[str]:
         if not region:
             verb, word = ("gives", "rowwise") if name in givers else ("takes", "colwise")
             raise ConfigError(
-                f"parallel_plan: {name} {verb} cut features, but no module of the task holds {name} and a {word} layer. "
-                "Put both into one module, or use colwise_gather_output or vocab for a layer whose output is whole."
+                f"parallel_plan: {name} {verb} cut features, but no module of the task holds {name} and a {word} "
+                "layer. Put both into one module, or use colwise_gather_output or vocab for a layer whose output is whole."
             )
         found[region] = None
     return [*found]

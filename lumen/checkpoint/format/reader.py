@@ -27,7 +27,7 @@ from lumen.checkpoint.format.manifest import (
 from lumen.checkpoint.format.safetensors_file import check_header, is_contiguous_on_host
 from lumen.checkpoint.format.storage import explain_read_errors, get_storage, path_exists
 from lumen.data.nested import fill_tensor
-from lumen.distributed.dtensor import get_local_block, get_local_tensor
+from lumen.distributed.dtensor import get_local_tensor, list_saved_blocks
 from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
 from lumen.internals.garbage import collect_young_only
@@ -137,6 +137,20 @@ class Checkpoint:
         self._read_into_bytes(name, spec, offsets, data.reshape(*shape, spec.dtype.itemsize))
         return data.view(spec.dtype).reshape(tuple(shape))
 
+    def read_shard(self, section: str, name: str, like: torch.Tensor, *, is_replicated: bool = False) -> torch.Tensor:
+        """Read this process's shard of a tensor that is sharded like another one, into new host memory.
+
+        Args:
+            section: "model", "optimizer" or "extra".
+            name: Name of the tensor in the section.
+            like: A tensor with the sharding; a plain tensor reads everything.
+            is_replicated: Every process reads all values.
+        """
+        _, shape = self.get_spec(section, name)
+        blocks = list_saved_blocks(like, shape, is_replicated=is_replicated)
+        found = [self.read_block(section, name, *block) for block in blocks]
+        return torch.cat(found) if len(found) > 1 else found[0]
+
     def as_mapping(self, section: str, read: Callable[[str], torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
         """Return a section as a mapping that reads a tensor at each lookup.
 
@@ -161,9 +175,9 @@ class Checkpoint:
                 f"{destination.dtype} {list(destination.shape)} on {destination.device}, and Lumen does not cast. "
                 "Build the model as it was when the checkpoint was saved."
             )
-        local, (offsets, shape) = get_local_tensor(destination.detach()), get_local_block(destination)
+        local, blocks = get_local_tensor(destination.detach()), list_saved_blocks(destination)
         if not is_contiguous_on_host(local) or self._find_averaged(section, name):
-            values = self.read_block(section, name, offsets, shape).to(local.device)
+            values = self.read_shard(section, name, destination).to(local.device)
             fill_tensor(local, values)
             if 0 in local.stride() and not torch.allclose(local, values, rtol=0.0, atol=0.0, equal_nan=True):
                 raise CheckpointMismatch(
@@ -172,7 +186,12 @@ class Checkpoint:
                 )
         else:  # as_strided: a single element counts as contiguous whatever its stride is
             flat = local.as_strided((local.numel(),), (1,)).view(torch.uint8)
-            self._read_into_bytes(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
+            begin = 0
+            for offsets, shape in blocks:
+                size = math.prod(shape) * spec.dtype.itemsize
+                data = flat[begin : begin + size].reshape(*shape, spec.dtype.itemsize)
+                self._read_into_bytes(name, spec, offsets, data)
+                begin += size
 
     def with_averages(self, averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]]) -> Checkpoint:
         """Return a copy of this checkpoint that reads tensors of the section "model" as means of other tensors.

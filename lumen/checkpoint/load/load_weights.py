@@ -29,7 +29,7 @@ from lumen.checkpoint.named_tensors import get_extra_tensors, get_model_tensors
 from lumen.checkpoint.user_state import HookAdditions
 from lumen.console import logger as _log
 from lumen.data.nested import fill_tensor
-from lumen.distributed.dtensor import get_local_block, get_local_tensor
+from lumen.distributed.dtensor import get_local_tensor
 from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointMismatch
 from lumen.errors.arguments import expand_path
@@ -116,9 +116,7 @@ def _copy_tensors(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpo
         if checkpoint.get_spec("model", source)[0] == tensors[name].dtype:
             checkpoint.copy_into("model", source, tensors[name])
         else:
-            fill_tensor(
-                get_local_tensor(tensors[name]), checkpoint.read_block("model", source, *get_local_block(tensors[name]))
-            )
+            fill_tensor(get_local_tensor(tensors[name]), checkpoint.read_shard("model", source, tensors[name]))
 
 
 def _match_names(
@@ -226,9 +224,7 @@ def _describe_mismatches(
                 break
         else:
             for source in found[1:]:
-                one, other = (
-                    checkpoint.read_block("model", each, *get_local_block(tensor)) for each in (found[0], source)
-                )
+                one, other = (checkpoint.read_shard("model", each, tensor) for each in (found[0], source))
                 if not torch.equal(one, other):
                     yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
 

@@ -28,7 +28,7 @@ from lumen.checkpoint.format.storage import (
     get_storage,
     path_exists,
 )
-from lumen.distributed.dtensor import get_local_block, get_local_tensor, get_replica, holds_first_shard, is_sharded
+from lumen.distributed.dtensor import get_local_tensor, get_replica, holds_first_shard, is_sharded, list_saved_blocks
 from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
 from lumen.version import __version__
@@ -157,30 +157,41 @@ def _holds_damaged(directory: PurePath) -> bool:
 def _write_files(draft: Draft, plan: WritePlan, max_file_bytes: int, rank: int) -> Written:
     """Write this process's files; return their sizes and checksums, and the file of each block."""
     files: dict[str, JSON] = {}
-    described: dict[str, dict[str, JSON]] = {section: {} for section in plan.tensors}
+    described: dict[str, dict[str, JSON]] = {}
     storage = get_storage(draft.root)
     with explain_storage_errors("write", draft.root):
         for section, tensors in plan.tensors.items():
             if not tensors:
                 continue
+            chunks: dict[str, list[JSON]] = {}
             with storage.make_directory(draft.root / section):
-                for index, held in enumerate(_split_into_files(tensors, max_file_bytes)):
+                for index, keys in enumerate(_split_into_files(tensors, plan.names, max_file_bytes)):
                     file = f"{section}/{rank:05d}-{index:05d}{draft.mark}.safetensors"
-                    files[file] = write_safetensors(draft.root / file, held)
-                    for name, tensor in held.items():
-                        chunk = [file, list(plan.offsets[section][name]), list(tensor.shape)]
-                        described[section][name] = _describe_tensor(plan.specs[section][name], [chunk])
+                    blocks = {name: tensors[key] for name, key in keys.items()}
+                    files[file] = write_safetensors(draft.root / file, blocks)
+                    for name, key in keys.items():
+                        chunk = [file, list(plan.offsets[section][key]), list(blocks[name].shape)]
+                        chunks.setdefault(name, []).append(chunk)
+                described[section] = {
+                    name: _describe_tensor(plan.specs[section][name], found) for name, found in chunks.items()
+                }
     return files, described
 
 
-def _split_into_files(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[Tensors]:
-    """Yield the tensors of each file, so that only a file with a single tensor exceeds `max_file_bytes`."""
-    group, size = Tensors(), 0
-    for name, tensor in tensors.items():
-        if group and size + tensor.nbytes > max_file_bytes:
+def _split_into_files(
+    tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], max_file_bytes: int
+) -> Iterator[dict[str, str]]:
+    """Yield the keys of the blocks of each file, by the name of the tensor.
+
+    A file has one block of a tensor. Only a file with a single block exceeds `max_file_bytes`.
+    """
+    group, size = dict[str, str](), 0
+    for key, tensor in tensors.items():
+        name = names.get(key, key)
+        if group and (size + tensor.nbytes > max_file_bytes or name in group):
             yield group
-            group, size = Tensors(), 0
-        group[name] = tensor
+            group, size = {}, 0
+        group[name] = key
         size += tensor.nbytes
     if group:
         yield group
@@ -208,12 +219,14 @@ class WritePlan:
     Attributes:
         tensors: The blocks, by section and name: plain tensors of any device, the run's own or copies.
         offsets: The index at which each block begins, in each dimension of its tensor.
+        names: The names of tensors of which this process writes several blocks, by the names of further blocks.
         specs: Dtype and shape of all tensors known to this process, including tensors that other processes write.
     """
 
     tensors: Sections
     offsets: Mapping[str, Mapping[str, tuple[int, ...]]]
     specs: Mapping[str, Mapping[str, TensorSpec]]
+    names: Mapping[str, str]
 
 
 def plan_writes(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> WritePlan:
@@ -262,16 +275,27 @@ def _plan_local_blocks(sections: Sections, processes: Processes, trained: Contai
 
     blocks: dict[str, Tensors] = {}
     offsets: dict[str, dict[str, tuple[int, ...]]] = {}
+    names: dict[str, str] = {}
     specs: dict[str, dict[str, TensorSpec]] = {}
     for section, tensors in sections.items():
         local_names: Collection[str] = tensors.keys()
         if processes.world_size > 1:
             largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
             local_names = {name for name, tensor in largest_first if is_written_here(section, name, tensor)}
-        blocks[section] = {name: get_local_tensor(tensor) for name, tensor in tensors.items() if name in local_names}
-        offsets[section] = {name: get_local_block(tensors[name])[0] for name in blocks[section]}
+        blocks[section], offsets[section] = {}, {}
+        further: list[tuple[int, str, torch.Tensor, tuple[int, ...]]] = []
+        for name in filter(local_names.__contains__, tensors):
+            local, row = get_local_tensor(tensors[name]), 0
+            saved = list_saved_blocks(tensors[name])
+            blocks[section][name], offsets[section][name] = local, saved[0][0]
+            for index, (begin, shape) in enumerate(saved if len(saved) > 1 else ()):
+                further.append((index, name, local[row : row + shape[0]], begin))
+                row += shape[0]
+        for index, name, block, begin in sorted(further, key=lambda each: each[0]):
+            key = f"{name} (block {index + 1})" if index else name
+            blocks[section][key], offsets[section][key], names[key] = block, begin, name
         specs[section] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return WritePlan(blocks, offsets, specs)
+    return WritePlan(blocks, offsets, specs, names)
 
 
 def check_same_on_ranks(sections: Sections, processes: Processes) -> None:

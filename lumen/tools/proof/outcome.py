@@ -11,17 +11,10 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from lumen.distributed.dtensor import is_sharded
+from lumen.distributed.dtensor import gather_full_tensor
 from lumen.tools.check.report import iterate_leaves
 
 _PERIOD, _PROJECTIONS = 4093, 3
-
-
-def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. Collective for a sharded tensor: every rank must call this."""
-    sharded: Any = tensor.detach()
-    value: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else sharded
-    return value.to_dense() if value.layout is not torch.strided else value
 
 
 def measure_tensors(thing: Any) -> tuple[str, tuple[float, ...]]:
@@ -32,7 +25,9 @@ def measure_tensors(thing: Any) -> tuple[str, tuple[float, ...]]:
     """
     found, sums = hashlib.sha256(), [0.0] * (1 + _PROJECTIONS)
     for _, tensor in iterate_tensors(thing):
-        value = gather_full_tensor(tensor).cpu().contiguous().clone()  # A numpy view would keep FSDP's tensor alive.
+        value = (
+            gather_full_tensor(tensor.detach()).to_dense().cpu().contiguous().clone()
+        )  # A numpy view would keep FSDP's tensor alive.
         found.update(f"{value.dtype}{tuple(value.shape)}".encode())
         found.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
         flat = value.reshape(-1)
