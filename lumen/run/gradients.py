@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lumen.distributed.dtensor import get_local_tensor, is_sharded
@@ -62,7 +63,7 @@ def _compute_norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms: list[Any] = list(map(nn.utils.get_total_norm, by_mesh.values() or [[]]))
-    norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
+    norms = [_sum_norm(norm, 2.0) for norm in norms]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(_move_to_one_device(norms))  # type: ignore[no-any-return]
 
 
@@ -102,7 +103,22 @@ def _compute_norm(gradient: Any, kind: float) -> torch.Tensor:
     if math.isinf(kind) and is_sharded(gradient):  # A shard may be empty, without a largest element.
         gradient = gradient.full_tensor()
     norm: Any = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, kind)
-    return norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[no-any-return]
+    return _sum_norm(norm, kind)
+
+
+def _sum_norm(norm: Any, kind: float) -> torch.Tensor:
+    """Return the p-norm over all processes from the norms of their shards. Collective if the norm is a DTensor."""
+    if not is_sharded(norm):
+        return norm  # type: ignore[no-any-return]
+    partial = [dim for dim, placement in enumerate(norm.placements) if placement.is_partial()]
+    if len(partial) < 2:
+        return norm.full_tensor()  # type: ignore[no-any-return]
+    # Torch warns of its reductions over several dimensions, which could differ between processes. Each of these sums is
+    # equal on all processes that the next one adds.
+    total = norm.to_local() ** kind
+    for dim in partial:
+        dist.all_reduce(total, group=norm.device_mesh.get_group(dim))
+    return total ** (1 / kind)  # type: ignore[no-any-return]
 
 
 def _move_to_one_device(norms: Iterable[torch.Tensor]) -> torch.Tensor:

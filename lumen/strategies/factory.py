@@ -18,14 +18,14 @@ from lumen.strategies.strategy import Strategy
 
 _MAX_CPU_PROCESSES = 64  # more processes than cores are slow; many more stop the machine
 _FINDS_UNUSED = "ddp_find_unused_parameters_true"  # the name in Lightning
-_MODULES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp", _FINDS_UNUSED: "ddp"}
+_CLASSES = {"auto": "DDP", "ddp": "DDP", "fsdp": "FSDP", "mesh": "Mesh", _FINDS_UNUSED: "DDP"}
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     "cuda": lambda: torch.cuda.is_available(),
     "mps": lambda: torch.backends.mps.is_available(),
     "cpu": lambda: True,
 }
 _UNSUPPORTED = ("tpu", "hpu", "ipu")  # get no suggestion of a similar name
-STRATEGIES = ("single", *_MODULES)
+STRATEGIES = ("single", *_CLASSES)
 ACCELERATORS = ("auto", "gpu", *_AVAILABLE)
 
 
@@ -35,7 +35,7 @@ def make_strategy(
     """Return the strategy with a name, or the user's strategy, with its processes and device set.
 
     Args:
-        strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or an object.
+        strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, `mesh`, or an object.
         accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` (`gpu`), `mps`.
         devices: The number of devices on this node, with one process each; `auto` or -1 uses all accelerators. None:
             the number of processes that torchrun or SLURM started, else 1.
@@ -52,7 +52,7 @@ def make_strategy(
             single.processes = processes
             return single
         options = {"find_unused_parameters": True} if strategy == _FINDS_UNUSED else {}
-        strategy = _import_strategy(_MODULES[strategy], **options)
+        strategy = _import_strategy(_CLASSES[strategy], **options)
     elif not strategy.spans_processes:
         return strategy
     strategy.processes = processes
@@ -174,14 +174,14 @@ def _count_devices(devices: int | str | None, accelerator: str) -> int | None:
 
 def _import_strategy(name: str, **options: Any) -> Strategy:
     """Import a strategy's module, which takes time, and build the strategy."""
-    strategy: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())(**options)
+    strategy: Strategy = getattr(import_module(f"lumen.strategies.{name.lower()}"), name)(**options)
     return strategy
 
 
 def _describe_unknown(name: str) -> str:
     if name == "dp":
         return "dp (torch's DataParallel, one process for several devices) is not supported. Use ddp."
-    hint = "use auto, single, ddp or fsdp, or pass a Strategy object"
+    hint = "use auto, single, ddp, fsdp or mesh, or pass a Strategy object"
     if name in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
         hint = "use ddp, which runs the program from its beginning in each process"
     if name.startswith("deepspeed"):

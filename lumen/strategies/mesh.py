@@ -61,7 +61,6 @@ class Mesh(FSDP):
             raise ConfigError(f"Mesh: {name} is an option of FSDP. Set {_OWN_SIZES[name]}.")
         super().__init__(**options)
         self._sizes = replicate, shard, tensor
-        self._tensor: TensorParallel | None = None
 
     @property
     def data_rank(self) -> int:
@@ -93,6 +92,9 @@ class Mesh(FSDP):
 
     def _shard_task(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
         assert self.device_mesh is not None
-        if self._sizes[2] > 1:
-            self._tensor = TensorParallel(task, self.device_mesh["tensor"], self.device)
-        return super()._shard_task(task, mesh)
+        if self._sizes[2] == 1:
+            return super()._shard_task(task, mesh)
+        tensor_parallel = TensorParallel(task, self.device_mesh["tensor"], self.device)
+        sharded = super()._shard_task(task, mesh)
+        tensor_parallel.check_first_forward()
+        return sharded

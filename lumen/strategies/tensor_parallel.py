@@ -108,7 +108,7 @@ class TensorParallel:
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, key))
         check_sizes(task, styles, mesh.size())
-        regions = find_regions(task, styles)
+        self._regions = find_regions(task, styles)
         self._share_values(device)
         cuts: dict[int, tuple[str, Placement]] = {}
         for name, style in styles.items():
@@ -116,8 +116,11 @@ class TensorParallel:
         for name in (name for name, word in words.items() if word == _SHARED_WORD):
             for parameter in task.get_submodule(name).parameters():
                 parameter.register_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
-        for name in regions:
-            RegionCheck(name, task.get_submodule(name), mesh, self._bypass)
+
+    def check_first_forward(self) -> None:
+        """Let the first training forward check each region; call this after the hooks of other code are registered."""
+        for name in self._regions:
+            RegionCheck(name, self._task.get_submodule(name), self._mesh, self._bypass)
 
     def _share_values(self, device: torch.device) -> None:
         """Move parameters and buffers to the device, with rank 0's values. Collective."""
@@ -227,8 +230,8 @@ def find_plan(task: nn.Module) -> dict[str, str]:
             found |= {prefix + each: word for each, word in hub.items()} if isinstance(hub, Mapping) else {}
     if not found:
         raise ConfigError(
-            f"Mesh: tensor = 2 or more cuts the layers of a plan, and {type(task).__name__} has none. Set "
-            'parallel_plan in the task, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or set tensor: 1.'
+            f"Mesh: tensor = 2 or more cuts the layers of a plan, and {type(task).__name__} has none. "
+            'Set parallel_plan in the task, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or set tensor: 1.'
         )
     return found
 
@@ -310,8 +313,8 @@ def find_regions(task: nn.Module, styles: Mapping[str, Style]) -> list[str]:
         if not region:
             verb, word = ("gives", "rowwise") if name in givers else ("takes", "colwise")
             raise ConfigError(
-                f"parallel_plan: {name} {verb} cut features, but no module of the task holds {name} and a {word} "
-                "layer. Put both into one module, or use colwise_gather_output or vocab for a layer whose output is whole."
+                f"parallel_plan: {name} {verb} cut features, but no module of the task holds {name} and a "
+                f"{word} layer. Put both into one module, or use colwise_gather_output or vocab for a layer whose output is whole."
             )
         found[region] = None
     return [*found]

@@ -1,0 +1,133 @@
+"""Mesh: layers cut over processes train as on one process, and plans that would not are refused."""
+
+import pytest
+import torch
+
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers.checkpoints import read_tensors
+from tests.helpers.mesh import PLAN, SAMPLES, Model, make_loader, train_model
+from tests.helpers.tasks import bare_trainer
+
+SHAPES = [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)]
+
+
+def make_strategy(shape):
+    return "single" if shape is None else lumen.Mesh(replicate=shape[0], shard=shape[1], tensor=shape[2])
+
+
+def train(folder, shape, max_steps=7, losses=None):
+    """Return the logged values, the predictions and the path of the newest checkpoint of a run."""
+    trainer, task = train_model(folder, make_strategy(shape), max_steps)
+    values = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    predictions = trainer.predict(task, make_loader(shuffle=False))
+    return values, torch.cat(predictions), sorted((folder / "runs/run/checkpoints").glob("step-*"))[-1]
+
+
+def assert_close(one, other, tolerance=1e-11):
+    one, other = (read_tensors(path, "model", "optimizer", "extra") for path in (one, other))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance, msg=lambda text, name=name: name + text)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Return the results of one process: of a run, and of a longer run."""
+    folder, other = tmp_path_factory.mktemp("single"), tmp_path_factory.mktemp("longer")
+    return train(folder, None), train(other, None, 11)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_mesh_equals_one_process(group, tmp_path, single, shape):
+    """With clipping, accumulation, token weights, dropout, a ragged last window and an average of parameters."""
+    values, predictions, checkpoint = single[0]
+    processes = shape[0] * shape[1] * shape[2]
+    for theirs, their_predictions, path in group(processes).run(train, tmp_path, shape, limit_s=180):
+        assert theirs == pytest.approx(values, rel=1e-11)
+        assert theirs["val_samples"] == SAMPLES
+        torch.testing.assert_close(their_predictions, predictions, rtol=0, atol=1e-11)
+    assert_close(path, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, 2, 2), (1, 2, 2)), ((1, 2, 2), (1, 1, 2)), ((1, 1, 4), (2, 1, 2)), ((1, 1, 2), None), (None, (1, 2, 2))],
+)
+def test_any_mesh_resumes_any_other(group, tmp_path, single, before, after):
+    for shape, max_steps in ((before, 7), (after, 11)):
+        if shape is None:
+            train(tmp_path, None, max_steps)
+        else:
+            group(shape[0] * shape[1] * shape[2]).run(train, tmp_path, shape, max_steps, limit_s=180)
+    path = sorted((tmp_path / "runs/run/checkpoints").glob("step-*"))[-1]
+    assert_close(path, single[1][2])
+
+
+def train_as_fsdp(folder):
+    paths = []
+    for strategy in (lumen.FSDP(), lumen.Mesh(shard=2), lumen.Mesh(), "mesh"):
+        name = strategy if isinstance(strategy, str) else f"{type(strategy).__name__}{len(paths)}"
+        train_model(folder / name, strategy, 3)
+        paths.append(next((folder / name / "runs/run/checkpoints").glob("step-*")))
+    return paths
+
+
+def test_mesh_without_tensor_is_fsdp(group, tmp_path):
+    first, *others = group(2).run(train_as_fsdp, tmp_path, limit_s=120)[0]
+    for path in others:
+        assert_close(first, path, 0)
+
+
+def catch_error(folder, match, plan, options):
+    plan = None if plan is None else PLAN | plan
+    trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2))
+    with pytest.raises(ConfigError, match=match):
+        trainer.fit(Model(plan, **options), make_loader(shuffle=True))
+
+
+QKV, NORM = "blocks.*.mix.qkv", "blocks.*.mix.norm"
+REFUSED = {
+    "typo": ({"blocks.*.mix.qkw": "colwise"}, {}, r"qkw is no module of Model. Did you mean blocks.\*.mix.qkv"),
+    "word": ({"head": "colwize"}, {}, "'colwize' is not supported.* Did you mean colwise"),
+    "class": ({"blocks.*.norm": "colwise"}, {}, "cuts an nn.Linear, but blocks.0.norm is a LayerNorm"),
+    "tied": ({"head": None}, {}, "head.weight is the parameter tokens.weight, which the plan cuts. Give head a word"),
+    "open": ({"blocks.*.down": None}, {}, r"blocks.0 fails with layers cut over 2 processes"),
+    "end": ({"head": "colwise"}, {}, "head gives cut features, but no module of the task holds head and a rowwise"),
+    "fused": ({QKV: "colwise"}, {}, r"blocks.0.mix computes other values.*output 0.*packed_colwise"),
+    "parts": ({QKV: "packed_colwise:1"}, {}, "number of parts"),
+    "size": ({QKV: "packed_colwise:16"}, {}, "48 features of 16 matrices .* cannot share equally"),
+    "heads": ({NORM: None}, {"heads": 4}, "blocks.0.mix computes other values.*the number of heads"),
+    "norm": ({NORM: None}, {}, "blocks.0.mix computes other values.*its gradient of norm.weight differ"),
+    "dropout": ({}, {"dropout": 0.1}, "values are equal without dropout"),
+    "sequence": ({"blocks.*.norm": "sequence_parallel"}, {}, "does not cut activations between layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_plan_is_refused(group, tmp_path, case):
+    plan, options, match = REFUSED[case]
+    group(2).run(catch_error, tmp_path, match, plan, options)
+
+
+def catch_sizes(folder):
+    for options, match in (
+        ({"tensor": 3}, r"1 \* 1 \* 3 = 3, but 2 processes run"),
+        ({"tensor": 2, "shard": 2}, r"1 \* 2 \* 2 = 4, but 2 processes run"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(**options)).fit(Model(), make_loader(shuffle=True))
+    with pytest.raises(ConfigError, match="Regression has none"):
+        from tests.helpers.tasks import Regression, loader
+
+        bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2)).fit(Regression(), loader())
+
+
+def test_sizes_must_match_the_processes(group, tmp_path):
+    group(2).run(catch_sizes, tmp_path)
+    with pytest.raises(ConfigError, match="tensor must be at least 1"):
+        lumen.Mesh(tensor=0)
+    with pytest.raises(ConfigError, match="shard_size is an option of FSDP. Set shard"):
+        lumen.Mesh(shard_size=2)
+    with pytest.raises(ConfigError, match="no argument wrapp. Did you mean wrap"):
+        lumen.Mesh(wrapp="Block")

@@ -1,0 +1,111 @@
+"""Small language model with a plan for tensor parallelism, for trainings on meshes."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from tests.helpers.tasks import quiet_trainer
+
+VOCAB, WIDTH, HEAD, TIME, SAMPLES = 24, 16, 4, 6, 22  # the last step of an epoch has fewer samples than the other steps
+PLAN = {
+    "blocks.*.mix.qkv": "packed_colwise",
+    "blocks.*.mix.out": "rowwise",
+    "blocks.*.mix.norm": "replicated_with_grad_allreduce",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "tokens": "vocab",
+    "head": "vocab",
+}
+
+
+class Mix(nn.Module):
+    """Attention with query, key and value in one layer, and a norm of heads."""
+
+    def __init__(self, dropout=0.0, heads=-1):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(HEAD)
+        self.dropout, self.heads = dropout, heads
+
+    def forward(self, x):
+        shape = (self.heads, HEAD if self.heads < 0 else -1)
+        q, k, v = (each.unflatten(-1, shape).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+        if self.heads < 0:
+            q = self.norm(q)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and two layers, with dropout of whole activations."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.mix = Mix(**options)
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.drop(self.mix(self.norm(x)))
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Model(lumen.TaskModule):
+    """Language model with tied embeddings, whose loss is a mean over tokens that are not 0."""
+
+    parallel_plan = PLAN
+
+    def __init__(self, plan=None, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+        self.head.weight = self.tokens.weight
+        self.parallel_plan = PLAN if plan is None else {name: word for name, word in plan.items() if word}
+        self.double()
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch):
+        ids, targets = batch
+        loss = F.cross_entropy(self(ids).flatten(0, 1), targets.flatten(), ignore_index=0)
+        self.log("samples", float(len(ids)), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss, int((targets != 0).sum())
+
+    def validation_step(self, batch):
+        ids, targets = batch
+        self.log("val_samples", float(len(ids)), reduce_fx="sum")
+        self.log("val_loss", F.cross_entropy(self(ids).flatten(0, 1), targets.flatten()))
+
+    def predict_step(self, batch):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def make_loader(shuffle):
+    """Return blocks of tokens, in batches of 2."""
+    ids = torch.randint(0, VOCAB, (SAMPLES, TIME + 1), generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), 2, shuffle=shuffle)
+
+
+def train_model(folder, strategy, max_steps=7, **options):
+    """Return the trainer and the task of a run that resumes if the folder has a checkpoint.
+
+    Steps have clipped gradients of several batches, and an average of the parameters follows them.
+    """
+    task = Model()
+    trainer = quiet_trainer(
+        folder, max_steps=max_steps, global_batch_size=8, gradient_clip_val=0.05, resume="auto", strategy=strategy,
+        callbacks=[lumen.EMA(decay=0.8)], **options,
+    )  # fmt: skip
+    trainer.fit(task, make_loader(shuffle=True), make_loader(shuffle=False))
+    return trainer, task
