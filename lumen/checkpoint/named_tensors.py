@@ -14,7 +14,7 @@ from torch import nn
 
 from lumen.checkpoint.format.codec import Tensors
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.distributed.dtensor import find_packed, is_sharded, is_split, make_dtensor, restore_packed
+from lumen.distributed.dtensor import find_packed, is_sharded, is_split, make_dtensor, mark_packed
 from lumen.internals.tensors import get_direct_parameters, get_direct_persistent_buffers
 
 
@@ -35,7 +35,7 @@ def get_model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
             path = f"{prefix}.{name}" if prefix else name
             stored = first_name.setdefault(id(tensor), path)
             if stored == path:
-                tensors[path] = tensor.detach()
+                tensors[path] = mark_packed(tensor.detach(), vars(tensor).get("_packed_parts"))
             else:
                 aliases[path] = stored
     return tensors, aliases
@@ -173,12 +173,13 @@ def find_owners(names: Iterable[str], parameters: Mapping[str, torch.Tensor]) ->
     return found
 
 
-def restore_all_packed(sections: Mapping[str, Tensors]) -> None:
-    """Give tensors that were computed from a parameter, such as an average, the parameter's `PackedShard`, in place."""
+def mark_all_packed(sections: Mapping[str, Tensors]) -> None:
+    """Mark tensors that were computed from a packed parameter, such as an average, as packed like the parameter."""
     packed = {name: each for name, each in sections["model"].items() if find_packed(each) is not None}
     for section in ("optimizer", "extra") if packed else ():
         for name, owner in find_owners(sections[section], packed).items():
-            sections[section][name] = restore_packed(sections[section][name], owner)
+            if is_sharded(tensor := sections[section][name]) and tensor.shape[:1] == owner.shape[:1]:
+                mark_packed(tensor, vars(owner)["_packed_parts"])
 
 
 def _read_shard_like(

@@ -47,7 +47,7 @@ def list_saved_blocks(
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return offset and shape of the parts of `get_local_tensor` in the tensor of one process, in the order of rows.
 
-    This is the block of `get_local_block`, except for a layer that is cut in several places (`PackedShard`).
+    This is the block of `get_local_block`, except for a packed tensor (`find_packed`).
 
     Args:
         tensor: A DTensor or an ordinary tensor.
@@ -73,14 +73,20 @@ def list_saved_blocks(
 
 
 def find_packed(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the number of processes and of parts of a tensor with a `PackedShard`; None for any other tensor."""
-    if not is_sharded(tensor):
-        return None
-    sharded: Any = tensor
-    for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
-        if parts := getattr(placement, "parts", 0):
-            return size, parts
-    return None
+    """Return the number of processes and of parts of a packed tensor; None for any other tensor.
+
+    A packed tensor holds several matrices one after the other, each of which is cut in dimension 0 over the processes
+    of the last mesh dimension. Torch takes it for a tensor whose rows are those of each process one after the other.
+    """
+    parts = vars(tensor).get("_packed_parts")
+    return None if parts is None or not is_sharded(tensor) else (tensor.device_mesh.shape[-1], parts)  # type: ignore[attr-defined]
+
+
+def mark_packed(tensor: torch.Tensor, parts: int | None) -> torch.Tensor:
+    """Mark a tensor as packed, unless `parts` is None, and return the tensor. Results of operations have no mark."""
+    if parts is not None:
+        vars(tensor)["_packed_parts"] = parts
+    return tensor
 
 
 def gather_full_tensor(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,13 +103,6 @@ def gather_full_tensor(tensor: torch.Tensor, like: torch.Tensor | None = None) -
     if (packed := find_packed(tensor if like is None else like)) is not None:
         values = values.unflatten(0, (*packed, -1)).transpose(0, 1).flatten(0, 2)  # type: ignore[no-untyped-call]
     return values
-
-
-def restore_packed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that was computed from `like` with the `PackedShard` of `like`, which most operations drop."""
-    if find_packed(like) is None or not is_sharded(tensor) or tensor.shape[:1] != like.shape[:1]:
-        return tensor
-    return make_dtensor(get_local_tensor(tensor), like, tensor.shape)
 
 
 def make_dtensor(
@@ -127,7 +126,7 @@ def make_dtensor(
         shape=shape,
         stride=stride,
     )
-    return tensor
+    return mark_packed(tensor, vars(like).get("_packed_parts"))
 
 
 def _get_placements(like: torch.Tensor, shape: torch.Size, *, is_replicated: bool) -> list[Any]:

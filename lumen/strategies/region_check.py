@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lumen.data.nested import iterate_tensors, map_leaves
-from lumen.distributed.dtensor import gather_full_tensor
+from lumen.distributed.dtensor import gather_full_tensor, mark_packed
 from lumen.errors import ConfigError
 from lumen.internals.tensors import get_direct_parameters
 from lumen.random import preserve_generators
@@ -33,12 +33,18 @@ class RegionCheck:
         region: The module.
         mesh: The mesh of the processes that compute it together.
         bypass: Function that returns a context in which the layers compute with whole parameters.
+        packed: The number of matrices in the weight of each layer that holds several.
     """
 
     def __init__(
-        self, name: str, region: nn.Module, mesh: DeviceMesh, bypass: Callable[[], AbstractContextManager[None]]
+        self,
+        name: str,
+        region: nn.Module,
+        mesh: DeviceMesh,
+        bypass: Callable[[], AbstractContextManager[None]],
+        packed: Mapping[nn.Module, int],
     ) -> None:
-        self._name, self._mesh, self._bypass = name, mesh, bypass
+        self._name, self._mesh, self._bypass, self._packed = name, mesh, bypass, packed
         self._is_active = False
         hook: Any = torch.compiler.disable(self._check)  # type: ignore[no-untyped-call]
         self._handle = region.register_forward_pre_hook(hook, with_kwargs=True)
@@ -52,6 +58,10 @@ class RegionCheck:
         if self._is_active or not (torch.is_grad_enabled() and region.training):
             return
         self._is_active = True
+        for module in region.modules():  # The marks of parameters are lost when they are gathered.
+            for parameter in get_direct_parameters(module).values() if module in self._packed else ():
+                if parameter is not None:
+                    mark_packed(parameter, self._packed[module])
         try:
             self._compare(region, args, kwargs)
         finally:

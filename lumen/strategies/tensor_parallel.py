@@ -14,31 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 
+from lumen.distributed.dtensor import mark_packed
 from lumen.errors import ConfigError
 from lumen.errors.arguments import suggest_names
 from lumen.internals.tensors import get_direct_parameters, get_gradient_hooks, set_gradient_hooks
 from lumen.strategies.region_check import RegionCheck
 from lumen.task.materialize import redirect_references
 
-
-class PackedShard(Shard):
-    """Cut of a tensor that holds several matrices one after the other, each of which is cut in dimension 0.
-
-    Torch computes with such a tensor as with a `Shard(0)`, so that `full_tensor` returns the rows of each process one
-    after the other. Lumen saves the rows in the order of one process. The result of most operations is a `Shard(0)`.
-
-    Args:
-        parts: The number of matrices, such as 3 for query, key and value.
-    """
-
-    def __new__(cls, parts: int) -> PackedShard:
-        """Create the placement for dimension 0."""
-        new: Any = super().__new__
-        return new(cls, 0)  # type: ignore[no-any-return]
-
-    def __init__(self, parts: int) -> None:
-        super().__init__(0)
-        self.parts = parts
+_Cut = tuple[Placement, int]  # placement of a parameter, and number of matrices in it that are cut
 
 
 class Style(NamedTuple):
@@ -110,9 +93,10 @@ class TensorParallel:
         check_sizes(task, styles, mesh.size())
         self._regions = find_regions(task, styles)
         self._share_values(device)
-        cuts: dict[int, tuple[str, Placement]] = {}
+        cuts: dict[int, tuple[str, _Cut]] = {}
         for name, style in styles.items():
             self._cut_layer(name, style, cuts)
+        self._packed = {self._names[name]: style.parts for name, style in styles.items() if style.parts > 1}
         for name in (name for name, word in words.items() if word == _SHARED_WORD):
             for parameter in task.get_submodule(name).parameters():
                 parameter.register_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
@@ -120,7 +104,7 @@ class TensorParallel:
     def check_first_forward(self) -> None:
         """Let the first training forward check each region; call this after the hooks of other code are registered."""
         for name in self._regions:
-            RegionCheck(name, self._task.get_submodule(name), self._mesh, self._bypass)
+            RegionCheck(name, self._task.get_submodule(name), self._mesh, self._bypass, self._packed)
 
     def _share_values(self, device: torch.device) -> None:
         """Move parameters and buffers to the device, with rank 0's values. Collective."""
@@ -130,7 +114,7 @@ class TensorParallel:
                 tensor.data = tensor.data.to(device)
                 dist.broadcast(tensor.data, 0)
 
-    def _cut_layer(self, name: str, style: Style, cuts: dict[int, tuple[str, Placement]]) -> None:
+    def _cut_layer(self, name: str, style: Style, cuts: dict[int, tuple[str, _Cut]]) -> None:
         """Replace the parameters of a layer, also where other modules hold them, and convert its input and output.
 
         Args:
@@ -143,36 +127,36 @@ class TensorParallel:
             parameter = get_direct_parameters(layer).get(key)
             if parameter is None:
                 continue
-            placement: Placement = Replicate() if dim is None else Shard(dim)
-            if style.parts > 1:
-                placement = PackedShard(style.parts)
-            first, earlier = cuts.setdefault(id(parameter), (name, placement))
-            if earlier != placement or getattr(earlier, "parts", 1) != style.parts:
+            cut = Replicate() if dim is None else Shard(dim), style.parts
+            first, earlier = cuts.setdefault(id(parameter), (name, cut))
+            if earlier != cut:
                 raise ConfigError(
                     f"parallel_plan: {first} and {name} share {key}, but cut it in different ways. Give both the same "
                     "word, such as vocab."
                 )
             if isinstance(parameter, DTensor):
                 continue
-            self._replace(parameter, self._make_part(parameter, placement), f"{name}.{key}")
-            cuts[id(get_direct_parameters(layer)[key])] = name, placement
+            self._replace(parameter, self._make_part(parameter, *cut), style.parts, f"{name}.{key}")
+            cuts[id(get_direct_parameters(layer)[key])] = name, cut
         convert_input = partial(self._convert_input, Shard(-1) if style.takes_cut else Replicate())
         convert_output = partial(self._convert_output, style.gives_cut)
         distribute_module(layer, mesh, None, convert_input, convert_output)
 
-    def _make_part(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+    def _make_part(self, parameter: nn.Parameter, placement: Placement, parts: int) -> nn.Parameter:
         """Return a parameter with this process's part of the values of another one."""
         values = parameter.detach()
         if isinstance(placement, Shard):
-            dim, parts = placement.dim, getattr(placement, "parts", 1)
+            dim = placement.dim
             of_each: Any = values.unflatten(dim, (parts, self._mesh.size(), -1))  # type: ignore[no-untyped-call]
             values = of_each.select(dim + 1, self._mesh.get_local_rank()).flatten(dim, dim + 1).contiguous().clone()
         part = DTensor.from_local(values, self._mesh, [placement], run_check=False)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
-    def _replace(self, parameter: nn.Parameter, part: nn.Parameter, name: str) -> None:
+    def _replace(self, parameter: nn.Parameter, part: nn.Parameter, parts: int, name: str) -> None:
         """Replace a parameter in all modules that hold it, and redirect other references to it."""
         vars(part).update(vars(parameter))
+        if parts > 1:
+            mark_packed(part, parts)
         set_gradient_hooks(part, get_gradient_hooks(parameter))
         places = self._places[id(parameter)]
         for module, key in places:
@@ -231,7 +215,8 @@ def find_plan(task: nn.Module) -> dict[str, str]:
     if not found:
         raise ConfigError(
             f"Mesh: tensor = 2 or more cuts the layers of a plan, and {type(task).__name__} has none. "
-            'Set parallel_plan in the task, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or set tensor: 1.'
+            'Set parallel_plan in the task, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or set '
+            "tensor: 1."
         )
     return found
 
@@ -314,7 +299,8 @@ def find_regions(task: nn.Module, styles: Mapping[str, Style]) -> list[str]:
             verb, word = ("gives", "rowwise") if name in givers else ("takes", "colwise")
             raise ConfigError(
                 f"parallel_plan: {name} {verb} cut features, but no module of the task holds {name} and a "
-                f"{word} layer. Put both into one module, or use colwise_gather_output or vocab for a layer whose output is whole."
+                f"{word} layer. Put both into one module, or use colwise_gather_output or vocab for a layer whose output "
+                "is whole."
             )
         found[region] = None
     return [*found]

@@ -7,7 +7,7 @@ import lumen
 from lumen.errors import ConfigError
 from tests.helpers.checkpoints import read_tensors
 from tests.helpers.mesh import PLAN, SAMPLES, Model, make_loader, train_model
-from tests.helpers.tasks import bare_trainer
+from tests.helpers.tasks import Regression, bare_trainer, loader
 
 SHAPES = [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)]
 
@@ -43,11 +43,12 @@ def test_a_mesh_equals_one_process(group, tmp_path, single, shape):
     """With clipping, accumulation, token weights, dropout, a ragged last window and an average of parameters."""
     values, predictions, checkpoint = single[0]
     processes = shape[0] * shape[1] * shape[2]
-    for theirs, their_predictions, path in group(processes).run(train, tmp_path, shape, limit_s=180):
+    ranks = group(processes).run(train, tmp_path, shape, limit_s=180)
+    for theirs, their_predictions, _ in ranks:
         assert theirs == pytest.approx(values, rel=1e-11)
         assert theirs["val_samples"] == SAMPLES
         torch.testing.assert_close(their_predictions, predictions, rtol=0, atol=1e-11)
-    assert_close(path, checkpoint)
+    assert_close(ranks[0][2], checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +118,16 @@ def catch_sizes(folder):
     ):
         with pytest.raises(ConfigError, match=match):
             bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(**options)).fit(Model(), make_loader(shuffle=True))
+    trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2))
     with pytest.raises(ConfigError, match="Regression has none"):
-        from tests.helpers.tasks import Regression, loader
-
-        bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2)).fit(Regression(), loader())
+        trainer.fit(Regression(), loader())
 
 
 def test_sizes_must_match_the_processes(group, tmp_path):
     group(2).run(catch_sizes, tmp_path)
     with pytest.raises(ConfigError, match="tensor must be at least 1"):
         lumen.Mesh(tensor=0)
-    with pytest.raises(ConfigError, match="shard_size is an option of FSDP. Set shard"):
+    with pytest.raises(ConfigError, match=r"shard_size is an option of FSDP\. Set shard"):
         lumen.Mesh(shard_size=2)
-    with pytest.raises(ConfigError, match="no argument wrapp. Did you mean wrap"):
+    with pytest.raises(ConfigError, match=r"no argument wrapp\. Did you mean wrap"):
         lumen.Mesh(wrapp="Block")

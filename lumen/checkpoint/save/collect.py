@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lumen.checkpoint.format.codec import JSON, Tensors, encode, name_objects
-from lumen.checkpoint.named_tensors import describe_sharding, get_model_tensors, restore_all_packed
+from lumen.checkpoint.named_tensors import describe_sharding, get_model_tensors, mark_all_packed
 from lumen.checkpoint.optimizer_state import capture_optimizer, map_parameter_names
 from lumen.checkpoint.rank_state import collect_logged_values
 from lumen.checkpoint.save.writer import check_same_on_ranks, check_tensors
@@ -121,7 +121,7 @@ def capture_run(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors],
     state = {name: encode(entry, extra, name) for name, entry in entries.items()}
     state["optimizer"], optimizer = _capture_optimizer(run)
     sections = {"model": model, "optimizer": optimizer, "extra": extra}
-    restore_all_packed(sections)
+    mark_all_packed(sections)
     state["sharded"] = describe_sharding(sections)
     return sections, aliases, state
 
