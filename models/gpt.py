@@ -4,7 +4,7 @@
 """
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,15 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, attn_pdrop: float, bias: bool):
         super().__init__()
-        self.heads = heads
+        self.head_size = width // heads
         self.dropout = attn_pdrop
         self.qkv = nn.Linear(width, 3 * width, bias)
         self.project = nn.Linear(width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix positions. ``x`` and the result have the shape ``(batch, time, width)``."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        # Under `lumen.Mesh` a process has its share of the heads.
+        q, k, v = (t.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.project(mixed.transpose(1, 2).flatten(2))
@@ -158,6 +159,13 @@ class GPT(lumen.TaskModule):
         top_k: Number of most likely tokens to sample from, or None for all.
         greedy: True to always take the most likely token.
     """
+
+    parallel_plan: ClassVar = {
+        "transformer.blocks.*.attention.qkv": "packed_colwise",
+        "transformer.blocks.*.attention.project": "rowwise",
+        "transformer.blocks.*.expand": "colwise",
+        "transformer.blocks.*.project": "rowwise",
+    }
 
     def __init__(
         self,

@@ -54,6 +54,8 @@ class TaskModule(HyperparametersMixin, ModelHooks, OptimizerHooks, DataHooks, At
     automatic_optimization = True
     #: False: `load_from_checkpoint` only reports missing and unexpected names. A resumed run always loads all names.
     strict_loading = True
+    #: Words by name of module, for `lumen.Mesh`: the layers that several processes compute together.
+    parallel_plan: Mapping[str, str] | None = None
     #: Example batch, which a task may set for its own use and for callbacks.
     example_input_array: Any = None
 
