@@ -13,7 +13,8 @@ from lumen.strategies.fsdp import FSDP
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.tensor_parallel import TensorParallel
 
-_OWN_SIZES = {"sharding_strategy": "replicate and shard", "shard_size": "shard"}
+#: Options of FSDP that the sizes of a mesh replace: the default, and the sizes.
+_REPLACED = {"sharding_strategy": ("full_shard", "replicate and shard"), "shard_size": (None, "shard")}
 
 
 @final
@@ -57,8 +58,9 @@ class Mesh(FSDP):
         for name, value in {"replicate": replicate, "shard": shard, "tensor": tensor}.items():
             if value is not None and value < 1:
                 raise ConfigError(f"Mesh: {name} must be at least 1, found {value}.")
-        for name in filter(options.__contains__, _OWN_SIZES):
-            raise ConfigError(f"Mesh: {name} is an option of FSDP. Set {_OWN_SIZES[name]}.")
+        for name, (default, sizes) in _REPLACED.items():
+            if options.get(name, default) != default:
+                raise ConfigError(f"Mesh: {name} is an option of FSDP. Set {sizes}.")
         super().__init__(**options)
         self._sizes = replicate, shard, tensor
 

@@ -299,8 +299,8 @@ def find_regions(task: nn.Module, styles: Mapping[str, Style]) -> list[str]:
             verb, word = ("gives", "rowwise") if name in givers else ("takes", "colwise")
             raise ConfigError(
                 f"parallel_plan: {name} {verb} cut features, but no module of the task holds {name} and a "
-                f"{word} layer. Put both into one module, or use colwise_gather_output or vocab for a layer with a whole "
-                "output."
+                f"{word} layer. Put both into one module, or use colwise_gather_output or vocab for a layer with a "
+                "whole output."
             )
         found[region] = None
     return [*found]
