@@ -32,12 +32,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing as closed, contextmanager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
 from lumen import callbacks
+from lumen.callbacks.checkpoint_names import choose_folder, locate_folder
 from lumen.checkpoint import CheckpointSaver, get_storage
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
@@ -285,10 +286,12 @@ def claim_directory(session: Session) -> Iterator[None]:
         return
     launchers = {each for each in processes.all_gather(processes.launcher) if each is not None}
 
-    def claim() -> tuple[Path | None, bool]:
+    savers = trainer.checkpoint_callbacks
+
+    def claim() -> tuple[Path | None, bool, list[PurePath]]:
         origin.check_weights()
         if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
-            return None, False
+            return None, False, []
         root, name = trainer.default_root_dir, str(trainer.name)
         directory = closing.enter_context(
             RunDirectory.claim(root, name, reuse=origin.keeps_directory, launchers=launchers)
@@ -296,10 +299,15 @@ def claim_directory(session: Session) -> Iterator[None]:
         session.check_home = directory.check_claim
         if not (origin.keeps_directory or directory.restarted):
             closing.callback(_remove_unused_directory, trainer, directory.path)
-        return directory.path, directory.restarted
+            for given in {each.given_dirpath for each in savers if each.given_dirpath is not None}:
+                choose_folder(directory.path, given)
+        folders = [locate_folder(directory.path, each.given_dirpath) for each in savers]
+        return directory.path, directory.restarted, folders
 
     with ExitStack() as closing:
-        trainer.run_directory, origin.restarted = processes.run_on_rank_zero(claim)
+        trainer.run_directory, origin.restarted, folders = processes.run_on_rank_zero(claim)
+        for each, folder in zip(savers, folders, strict=False):
+            each.dirpath = folder
         session.directory = trainer.run_directory
         yield
 
@@ -345,7 +353,8 @@ def make_run(session: Session) -> Iterator[None]:
     goodput = Goodput(measured, lambda: session.run.step.counters.waited_s, restarted=restarted)
     session.loggers = add_csv_logger(trainer.loggers) if writes else []
     if session.trains:
-        earlier = list_checkpoint_folders(trainer, trainer.default_root_dir / str(trainer.name))
+        home = trainer.default_root_dir / str(trainer.name)
+        earlier = processes.run_on_rank_zero(partial(list_checkpoint_folders, trainer, home))
         checkpoint = origin.find_checkpoint(
             list_checkpoint_folders(trainer), earlier, processes, writes=directory is not None
         )

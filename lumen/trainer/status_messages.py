@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lumen.callbacks import EarlyStopping, ModelCheckpoint, get_checkpoint_callbacks
-from lumen.callbacks.checkpoint_names import is_same_path
+from lumen.callbacks.checkpoint_names import is_same_path, locate_folder
 from lumen.callbacks.display import format_number
 from lumen.callbacks.early_stopping import find_monitor
 from lumen.checkpoint import Checkpoint
@@ -236,8 +236,10 @@ def list_checkpoint_folders(trainer: Trainer, home: Path | None = None) -> list[
         trainer: The trainer of the run.
         home: The run's directory. Default: the directory of the trainer's own run.
     """
-    default = (home or get_home(trainer)) / "checkpoints"
-    folders = [saver.given_dirpath or default for saver in get_checkpoint_callbacks(trainer.callbacks)] or [default]
+    savers, is_open = get_checkpoint_callbacks(trainer.callbacks), home is None and trainer.run_directory is not None
+    home = home or get_home(trainer)
+    folders = [is_open and each.dirpath or locate_folder(home, each.given_dirpath) for each in savers]
+    folders = folders or [locate_folder(home, None)]
     return [each for number, each in enumerate(folders) if not any(is_same_path(each, one) for one in folders[:number])]
 
 
