@@ -78,8 +78,8 @@ class ModelCheckpoint(Callback):
             -1: all.
         keep_every_n_steps: Keep checkpoints whose step is a multiple of n.
         dirpath: Directory or URL of the checkpoints. Default: `checkpoints` in the run directory. If a new run finds
-            checkpoints of a different run there, it saves in `DIRPATH-2`, `DIRPATH-3` and so on. A URL may be any that fsspec can write to: `s3://` and `gs://` need
-            `pip install 'lumen-train[remote]'`.
+            checkpoints of a different run there, it saves in `DIRPATH-2`, `DIRPATH-3` and so on. A URL may be any that
+            fsspec can write to: `s3://` and `gs://` need `pip install 'lumen-train[remote]'`.
         asynchronous: True: training waits for the copy only. False: training waits for the commit. Default: True for a
             URL, and for 16 MiB or more (each tensor counts 16 KiB extra), but only if the copy takes at most half of
             the machine's free memory; otherwise False. A process that copies keeps host memory of the size of its share

@@ -628,7 +628,10 @@ class RunView:
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of the epoch in progress at the data's present length; None if the loader has no length."""
         if self.run.loaders.train is None:
-            raise ConfigError("the training loader is not open: read this attribute during fit.")
+            raise ConfigError(
+                "steps_per_epoch: the training loader is not open yet. Read it from on_fit_start on, or read "
+                "estimated_stepping_batches, the steps of the run, which opens the loader."
+            )
         lengths = self.run.loaders.get_epoch_lengths()
         return None if lengths is None else lengths.get_length(self.run.progress.epoch)
 

@@ -238,7 +238,7 @@ def list_checkpoint_folders(trainer: Trainer, home: Path | None = None) -> list[
     """
     savers, is_open = get_checkpoint_callbacks(trainer.callbacks), home is None and trainer.run_directory is not None
     home = home or get_home(trainer)
-    folders = [is_open and each.dirpath or locate_folder(home, each.given_dirpath) for each in savers]
+    folders = [(is_open and each.dirpath) or locate_folder(home, each.given_dirpath) for each in savers]
     folders = folders or [locate_folder(home, None)]
     return [each for number, each in enumerate(folders) if not any(is_same_path(each, one) for one in folders[:number])]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.checkpoint import find_checkpoint, find_checkpoints
 from lumen.cli import main
-from lumen.errors import CheckpointError, ConfigError
+from lumen.errors import CheckpointError
 from tests.helpers.scripted_values import Both
 from tests.helpers.tasks import quiet_trainer
 
