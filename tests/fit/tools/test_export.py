@@ -409,7 +409,7 @@ def test_where_nothing_is_whole_that_is_said(catch_error):
         (["nowhere"], "nowhere does not exist. Give a checkpoint, a run, or safetensors files.", 1),
         (["empty"], "no valid checkpoint found in empty.", 1),
         (["notes.txt"], "notes.txt is not a safetensors file", 1),
-        (["model.ckpt"], "model.ckpt does not exist.", 2),
+        (["model.ckpt"], "model.ckpt is a pickle", 2),
         (["step-1", "--which", "best"], "--which best: step-1 is not a run. Give the directory of a run.", 2),
         (["step-1", "--module", "c"], "--module c: step-1 has no such module.", 2),
         (["step-1", "--output", "x.pt"], "--output x.pt: export writes no pickles.", 2),
