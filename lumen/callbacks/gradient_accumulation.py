@@ -9,7 +9,6 @@ from typing import final
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.run.plan import Plan, format_by_epoch, parse_accumulation
 
 _NAME = "GradientAccumulationScheduler: scheduling"
@@ -26,8 +25,6 @@ class GradientAccumulationScheduler(Callback):
     Raises:
         ConfigError: An epoch is negative, a number is less than 1, or the dictionary is empty.
     """
-
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["GradientAccumulationScheduler"]
 
     @check_arguments
     def __init__(self, scheduling: dict[int, int]) -> None:

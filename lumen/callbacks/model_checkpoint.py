@@ -28,7 +28,7 @@ from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
+from lumen.errors.lightning_names import INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
 from lumen.run.plan import Duration, parse_duration_s
 from lumen.task.task_module import TaskModule
 
@@ -94,7 +94,6 @@ class ModelCheckpoint(Callback):
 
     INSTEAD, NEUTRAL = INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
     COUNTS = ("step", "epoch")  # monitors that need not be logged
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["ModelCheckpoint"]
 
     @check_arguments
     def __init__(
