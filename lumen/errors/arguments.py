@@ -131,8 +131,9 @@ class LightningAttributeErrors:
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
-        if cls.__module__.startswith("lumen."):  # a class of a user may have the same name by chance
-            cls.ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS.get(cls.__name__, cls.ATTRIBUTES)
+        is_own = cls.__module__.startswith("lumen.")  # a user's class may have the same name by chance
+        if is_own and (advice := ATTRIBUTES_OF_CALLBACKS.get(cls.__name__)):
+            cls.ATTRIBUTES = advice
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error that names the replacement of an attribute of Lightning's class.
