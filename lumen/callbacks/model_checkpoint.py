@@ -188,6 +188,10 @@ class ModelCheckpoint(Callback):
         newest = None if self.dirpath is None else find_newest_committed(self.dirpath)
         return "" if newest is None else str(newest)
 
+    def use_folder(self, folder: PurePath) -> None:
+        """Set the directory of the next run's checkpoints, which `locate_folder` has found."""
+        self.dirpath = folder
+
     def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Reset the callback."""
         if stage != "fit":

@@ -307,7 +307,7 @@ def claim_directory(session: Session) -> Iterator[None]:
     with ExitStack() as closing:
         trainer.run_directory, origin.restarted, folders = processes.run_on_rank_zero(claim)
         for each, folder in zip(savers, folders, strict=False):
-            each.dirpath = folder
+            each.use_folder(folder)
         session.directory = trainer.run_directory
         yield
 
