@@ -24,7 +24,8 @@ from lumen.tools.migrate.config import ConfigEditor, find_config_groups
 from lumen.tools.migrate.names import FileNames
 from lumen.tools.migrate.notebook import Notebook
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses, find_unsaved, list_files
-from lumen.tools.migrate.python import FileEditor, MigrationNote, iterate_used_names
+from lumen.tools.migrate.python import FileEditor, iterate_used_names
+from lumen.tools.migrate.source import MigrationNote
 from lumen.tools.migrate.texts import ANY_LIGHTNING, edit_commands_of_pip, edit_text
 from lumen.tools.migrate.transformers import TrainerEditor, uses_trainer
 from lumen.tools.terminal import format_count, make_table_console

@@ -22,8 +22,7 @@ from lumen.tools.migrate.arguments import (
 )
 from lumen.tools.migrate.names import find_new_name, get_short_name
 from lumen.tools.migrate.project import ProjectClasses
-from lumen.tools.migrate.python import MigrationNote
-from lumen.tools.migrate.source import EditableSource
+from lumen.tools.migrate.source import EditableSource, MigrationNote
 
 _HYDRA_KEY, _TARGET = re.compile("_[a-z]+_"), "_target_"
 _LIGHTNING_NAME = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")

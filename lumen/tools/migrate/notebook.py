@@ -8,7 +8,8 @@ import re
 from itertools import product
 from typing import Any, final
 
-_CELL = "# lumen-migrate: cell"
+#: Comment before the code of each cell.
+CELL = "# lumen-migrate: cell"
 _COMMAND = "pass  # lumen-migrate: "
 _COMMAND_LINE = re.compile(r"^([ \t]*)([%!?].*)$", re.M)
 _MARKED_LINE = re.compile(rf"^([ \t]*){re.escape(_COMMAND)}(.*)$", re.M)
@@ -38,16 +39,16 @@ class Notebook:
         if found is None:
             raise ValueError("not in the layout that Jupyter writes")
         self._layout, self._cells = found, [cell for cell in cells if _is_python(cell)]
-        self.code = "".join(f"{_CELL}\n{_read_source(cell)}\n" for cell in self._cells)
+        self.code = "".join(f"{CELL}\n{_read_source(cell)}\n" for cell in self._cells)
 
     def find_cell(self, line: int) -> int:
         """Return the number, from 1, of the cell that contains a line of the code."""
-        cell = self._cells[self.code.split("\n")[:line].count(_CELL) - 1]
+        cell = self._cells[self.code.split("\n")[:line].count(CELL) - 1]
         return next(number for number, each in enumerate(self._content["cells"], 1) if each is cell)
 
     def write(self, code: str) -> str:
         """Return the contents of the file with new code."""
-        parts = code.split(f"{_CELL}\n")[1:]
+        parts = code.split(f"{CELL}\n")[1:]
         for cell, part in zip(self._cells, parts, strict=True):
             source = _MARKED_LINE.sub(r"\1\2", part.removesuffix("\n"))
             cell["source"] = source if isinstance(cell["source"], str) else source.splitlines(keepends=True)

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypeGuard, final
+from typing import TypeGuard, final
 
 import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
@@ -18,7 +18,7 @@ from lumen.tools.migrate.arguments import METHODS, CallEditor, format_left_out
 from lumen.tools.migrate.epoch_ends import EpochEndEditor
 from lumen.tools.migrate.names import ImportEditor, find_new_name, find_replacement, get_short_name, is_module
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
-from lumen.tools.migrate.source import EditableSource
+from lumen.tools.migrate.source import EditableSource, MigrationNote
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -188,14 +188,6 @@ _OTHER_TRAINERS = ("accelerate", "ignite", "transformers", "trl")
 _CLASS_RECEIVERS = ("lazy_instance", "partial")
 _TRAINER_METHODS = ("fit", "validate", "test", "predict", "save_checkpoint")
 _SAME_ARGUMENTS = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
-
-
-@final
-class MigrationNote(NamedTuple):
-    """Note on a line that the user has to check."""
-
-    line: int
-    sentence: str
 
 
 @final

@@ -13,6 +13,14 @@ COMMENT = re.compile(r"#[^\r\n]*")
 
 
 @final
+class MigrationNote(NamedTuple):
+    """Note on a line that the user has to check."""
+
+    line: int
+    sentence: str
+
+
+@final
 class EditableSource:
     """Text and the edits to make in it.
 
@@ -67,6 +75,14 @@ class EditableSource:
     def replace_node(self, node: ast.AST, text: str) -> None:
         """Replace a node by a text."""
         self.replace(*self.get_span(node), text)
+
+    def remove_statement(self, node: ast.AST) -> None:
+        """Remove the lines of a statement, and one of the empty lines around it if both sides have one."""
+        start, end = self.get_span(node)
+        start, end = self.find_line_start(start), self.find_line_end(end - 1)
+        if self.text[:start].endswith(self.newline * 2) and self.text[end:].startswith(self.newline):
+            end += len(self.newline)
+        self.replace(start, end, "")
 
     def is_replaced(self, start: int, end: int) -> bool:
         """Return True if an edit of a larger span overrides the edits within a span."""

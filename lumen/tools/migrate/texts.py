@@ -12,8 +12,8 @@ import yaml
 from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, format_value, get_change
-from lumen.tools.migrate.python import CHECKPOINT_NOTE, DIRECTORY_NOTE, MigrationNote
-from lumen.tools.migrate.source import EditableSource
+from lumen.tools.migrate.python import CHECKPOINT_NOTE, DIRECTORY_NOTE
+from lumen.tools.migrate.source import EditableSource, MigrationNote
 from lumen.version import DISTRIBUTION
 
 ANY_LIGHTNING = re.compile(rf"\b({'|'.join(sorted(LIGHTNING_PACKAGES, reverse=True))})\b")
