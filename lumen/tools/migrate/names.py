@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from itertools import pairwise
@@ -206,10 +207,13 @@ def _get_stored_name(node: ast.AST) -> str:
     return node.arg if isinstance(node, ast.arg) else ""
 
 
+#: Full name of an object of Lightning, in a text.
+LIGHTNING_NAME = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
 _TORCHMETRICS = (
     "torchmetrics continues pytorch_lightning.metrics. Its metrics of classification need task, and num_classes or "
     'num_labels: Accuracy(task="multiclass", num_classes=10).'
 )
+_STAYS = "The import stays: the file uses {0} in code that is not edited. Write lumen.NAME in place of {0}.NAME there."
 _AMBIGUOUS = "{} has a second meaning in a function of this file. Rename one of the two, and run lumen migrate again."
 
 
@@ -352,7 +356,8 @@ class ImportEditor:
                     continue  # All uses are left out.
                 elif not is_module_name or is_ambiguous or uses:
                     short = get_short_name(binding.full)
-                    note = _AMBIGUOUS if is_ambiguous else f"{short}: {find_replacement(binding.full)}"
+                    note = _STAYS if is_module_name else f"{short}: {find_replacement(binding.full)}"
+                    note = _AMBIGUOUS if is_ambiguous else note
                     left.append((statement.lineno, note.format(binding.local)))
                     if isinstance(statement, ast.Import):
                         plain.append(ast.unparse(alias))

@@ -11,12 +11,20 @@ from typing import TypeGuard, final
 
 import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
+from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNING_PACKAGES, NOT_IN_CLI
 from lumen.task.hooks import HOOKS, NOT_CALLED
 from lumen.task.steps import REMOVED_ARGUMENTS
 from lumen.tools.migrate.arguments import METHODS, CallEditor, format_left_out
 from lumen.tools.migrate.epoch_ends import EpochEndEditor
-from lumen.tools.migrate.names import ImportEditor, find_new_name, find_replacement, get_short_name, is_module
+from lumen.tools.migrate.names import (
+    LIGHTNING_NAME,
+    ImportEditor,
+    find_new_name,
+    find_replacement,
+    get_short_name,
+    is_module,
+)
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
 from lumen.tools.migrate.source import EditableSource, MigrationNote
 
@@ -154,6 +162,7 @@ _SCHEDULER_NOTE = (
     "Lightning ignores the key scheduler next to optimizer, and Lumen raises an error. Write lr_scheduler in its place "
     "to use the schedule, or remove the entry to train as before."
 )
+_VERSION_NOTE = "Lumen has version numbers of its own. Keep the code for Lightning 2, without the comparison."
 _OUTPUT_NOTE = (
     "Lumen, as Lightning since 1.0, ignores the entry {key} of the output. Write self.log_dict({value}{options}) "
     "before the return."
@@ -366,6 +375,12 @@ class FileEditor:
                 self._add_note(node, CHECKPOINT_NOTE)
             if "lightning_logs" in node.value:
                 self._add_note(node, DIRECTORY_NOTE)
+            counterpart = find_counterpart(node.value) if LIGHTNING_NAME.fullmatch(node.value) else None
+            if counterpart is not None and get_short_name(node.value)[:1].isupper():
+                advice = f"{counterpart.name}: check the arguments that it receives."
+                self._add_note(node, advice if counterpart.name else f"{node.value}: {counterpart.advice}")
+                text = self._source.get_text(node)
+                self._source.replace_node(node, text.replace(node.value, counterpart.name or node.value))
 
     def _visit_Expr(self, node: ast.Expr) -> bool:
         return isinstance(node.value, ast.Constant)  # Docstrings are not visited.
@@ -432,6 +447,11 @@ class FileEditor:
         loads = any(isinstance(each, ast.Call) and self._source.get_text(each.func) == "torch.load" for each in values)
         if loads and getattr(node.slice, "value", None) in INSTEAD_OF_KEYS:
             self._add_note(node, CHECKPOINT_NOTE)
+
+    def _visit_Compare(self, node: ast.Compare) -> None:
+        names = map(self._names.get_lightning_name, ast.walk(node))
+        if any(get_short_name(name or "") == "__version__" for name in names):
+            self._add_note(node, _VERSION_NOTE)
 
     # ------------------------------------------------------------------ calls
 

@@ -21,7 +21,7 @@ _CLASS = re.compile(rf"(?<![\w./-])({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
 _NAME = r"(?:pytorch[-_]lightning|lightning)"
 _VERSION = r"\s*(?:===?|[~!<>]=?)\s*[\w.*+!-]+"
 _REQUIREMENT = re.compile(
-    rf"(?<![\w/.-]){_NAME}(?P<extras>\[[\w, -]*\])?(?P<version>{_VERSION}(?:\s*,{_VERSION})*)?"
+    rf"(?<![\w/.-]){_NAME}(?P<extras>\[[\w, -]*\])?(?P<version>{_VERSION}(?:\s*,{_VERSION})*|\s*\([^)\n]*\))?"
     r"(?=$|[\s\"'<>=~!;,:\\])",
     re.M,
 )
@@ -29,6 +29,8 @@ _REQUIREMENT = re.compile(
 _KEY = re.compile(rf"{_NAME}\s*=\s*(?:\"[^\"\n]*\"|\{{[^}}\n]*\}})")
 _OPTION = re.compile(r"--trainer\.(?P<name>\w+)(?P<separator>=|[ \t]+|$)(?P<value>(?!-)[^\s\\|;&)]+)?[ \t]*")
 _VARIABLE = re.compile(r"\bPL_(TRAINER_|FIT__TRAINER__)\w+")
+#: The text before and after a requirement without a version, which has a line of its own or is an item of a list.
+_BEFORE, _AFTER = re.compile(r"(.*[\[,{=]|\s*-)?\s*([\w-]+::)?[\"']?"), re.compile(r"[\"']?\s*([],;}#=]|$)", re.M)
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.M | re.S)
 _CODE_NOTE = "code for Lightning is not edited. Edit the code by hand, as in the diff."
 _PACKAGE_NOTE = f"replace Lightning by {DISTRIBUTION}."
@@ -78,7 +80,11 @@ def _edit_requirements(source: EditableSource, path: PurePath, start: int, end: 
     for found in _REQUIREMENT.finditer(text, start, end):
         line_start = source.find_line_start(found.start())
         before = text[line_start : found.start()]
-        if "#" in before or (is_command and "pip" not in text[line_start : source.find_line_end(found.start())]):
+        has_pip = "pip" in text[line_start : source.find_line_end(found.start())]
+        is_item = found["version"] or found["extras"] or (
+            _BEFORE.fullmatch(before) and _AFTER.match(text, found.end())
+        )  # fmt: skip
+        if "#" in before or (not has_pip and (is_command or not is_item)):
             continue
         key = _KEY.match(text, found.start()) if path.suffix == ".toml" or path.name == "Pipfile" else None
         if path.suffix in (".yaml", ".yml") and not _is_below_pip(text[: found.start()]):

@@ -24,7 +24,7 @@ NOTED: Mapping[str, str] = _TABLES["noted"]
 NOTES: Mapping[str, str] = _TABLES["notes"]
 #: Events of `TrainerCallback`, with the hooks of `lumen.Callback`.
 EVENTS: Mapping[str, str] = _TABLES["events"]
-_SENTENCES = {name: sentence for names, sentence in (NOTED | NOTES).items() for name in names.split()}
+_SENTENCES = {name: sentence for names, sentence in {**NOTED, **NOTES}.items() for name in names.split()}
 _TRAINERS, _ARGUMENTS = ("Trainer", "Seq2SeqTrainer"), ("TrainingArguments", "Seq2SeqTrainingArguments")
 _REPLACED = (*_TRAINERS, *_ARGUMENTS, "TrainerCallback", "EarlyStoppingCallback")
 _GONE = {*_REPLACED, "TrainerControl", "TrainerState"}
@@ -209,11 +209,11 @@ class TrainerEditor:
         texts = self._make_texts(target, own)
         lines = _fill("run", texts)
         for kind in ("train", "eval") if texts["evaluates"] else ("train",):
-            dataset, unless = self._given.get(f"{kind}_dataset"), ""
-            if isinstance(dataset, ast.IfExp) and self._get_text(dataset.orelse) == "None":
-                dataset, unless = dataset.body, f" if {self._get_text(dataset.test)} else None"
+            found, unless = self._given.get(f"{kind}_dataset"), ""
+            if isinstance(found, ast.IfExp) and self._get_text(found.orelse) == "None":
+                found, unless = found.body, f" if {self._get_text(found.test)} else None"
             shuffles = kind == "train" and self._get("train_sampling_strategy") != "sequential"
-            row = {"loader": texts[f"{kind}_loader"], "dataset": self._get_text(dataset), "unless": unless}
+            row = {"loader": texts[f"{kind}_loader"], "dataset": self._get_text(found), "unless": unless}
             lines += _fill("loader", texts | row | {
                 "batch_size": self._values[f"per_device_{kind}_batch_size"], "shuffles": shuffles})  # fmt: skip
         lines = _join_lines([*lines, *_fill("trainer", texts)], _WIDTH - len(at))

@@ -158,6 +158,8 @@ CALLS = [
     ("trainer.num_gpus", "trainer.num_devices"),
     ("self.trainer.training_type_plugin.barrier()", "self.trainer.strategy.barrier()"),
     ("self.trainer.train_loop.x", "self.trainer.train_loop.x"),
+    ("L.Trainer\ny = {'target': 'pytorch_lightning.Callback', 'a': 'lightning.pytorch.cli'}",
+     "lumen.Trainer\ny = {'target': 'lumen.Callback', 'a': 'lightning.pytorch.cli'}"),
 ]  # fmt: skip
 
 CLASSES = [
@@ -199,6 +201,8 @@ YAML = [
      "_target_: lumen.ModelCheckpoint\nmonitor: a\n"),
     ("_target_: lightning.pytorch.Trainer\n_partial_: true\ngpus: 0\nmax_epochs: ${epochs}\n",
      "_target_: lumen.Trainer\n_partial_: true\nmax_epochs: ${epochs}\n"),
+    ("target: pytorch_lightning.callbacks.ModelCheckpoint\nparams:\n  monitor: a\n  filename: b\n",
+     "target: lumen.ModelCheckpoint\nparams:\n  monitor: a\n"),
     ("a: [1,   2]   # kept\nb: |\n  text\n", "a: [1,   2]   # kept\nb: |\n  text\n"),
 ]  # fmt: skip
 
@@ -240,6 +244,10 @@ SAID = [
     ("def f(x, *L): ...", "L has a second meaning in a function of this file. Rename one"),
     ("from lightning.pytorch.cli import OptimizerCallable", "Write Callable[[Iterable], Optimizer]"),
     ("self.trainer.fit_loop.restarting = True", "trainer.progress"),
+    ("x = {'target': 'pytorch_lightning.loggers.CometLogger'}", "Subclass lumen.Logger"),
+    ("x = {'target': 'lightning.pytorch.loggers.WandbLogger'}", "lumen.WandbLogger: check the arguments"),
+    ("x = parse(L.__version__) >= parse('1.4.0')", "Lumen has version numbers of its own."),
+    ("x = getattr(L.pytorch.callbacks, name)", "The import stays: the file uses L in code that is not edited."),
 ]
 
 
