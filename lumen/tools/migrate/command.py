@@ -118,14 +118,16 @@ def migrate_project(path: Path) -> list[MigratedFile]:
     python: dict[Path, tuple[ParsedFile, str, Notebook | None]] = {}
     found: list[MigratedFile] = []
     rest: list[tuple[Path, str, str]] = []
-    for file in list_files(path):
+    files = list_files(path)
+    own = {file.relative_to(path).with_suffix("").parts[0] for file in files if file.suffix == ".py" and file != path}
+    for file in files:
         try:
             text, encoding = _read_file(file)
             notebook = Notebook(text) if file.suffix == ".ipynb" and ANY_LIGHTNING.search(text) else None
             if file.suffix in (".py", ".pyi") or notebook is not None:
                 code = text if notebook is None else notebook.code
                 tree = ast.parse(code)
-                python[file] = (ParsedFile(code, tree, FileNames(tree)), encoding, notebook)
+                python[file] = (ParsedFile(code, tree, FileNames(tree, own)), encoding, notebook)
             elif file.suffix != ".ipynb":
                 rest.append((file, text, encoding))
         except RecursionError:

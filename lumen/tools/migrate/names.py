@@ -64,14 +64,6 @@ def is_module(full: str) -> bool:
     return full in LIGHTNING_PACKAGES or get_short_name(full) in MODULES
 
 
-def is_of_lightning(full: str) -> bool:
-    """Return True for names of Lightning's packages, and for functions that have no rank until Lightning sets it."""
-    module, _, short = full.rpartition(".")
-    return full.split(".")[0] in LIGHTNING_PACKAGES or (
-        module == "lightning_utilities.core.rank_zero" and short in lumen.__all__
-    )
-
-
 def find_new_name(full: str) -> LumenName | None:
     """Return the replacement for a class or function of Lightning, or None if Lumen has no counterpart."""
     short, package = get_short_name(full), full.split(".")[:2]
@@ -132,9 +124,11 @@ class FileNames:
 
     Args:
         tree: The syntax tree of the file.
+        own: Names of the project's packages, which hide packages of the same name.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, own: Container[str] = ()) -> None:
+        self._own = own
         self.bindings: dict[str, ImportBinding] = {}
         self.all_bindings: list[ImportBinding] = []
         self.star_imports: list[ast.ImportFrom] = []
@@ -159,9 +153,9 @@ class FileNames:
                 self._add_binding(alias.asname or package, full, alias, node)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if alias.name == "*" and (node.module or "").split(".")[0] in LIGHTNING_PACKAGES and not node.level:
-                    self.star_imports.append(node)
                 full = f"{'.' * node.level}{node.module or ''}.{alias.name}"
+                if alias.name == "*" and self._is_of_lightning(full):
+                    self.star_imports.append(node)
                 self._add_binding(alias.asname or alias.name, full, alias, node)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             self.bound.add(node.id)
@@ -171,13 +165,21 @@ class FileNames:
             self.bound.add(node.name)
 
     def _add_binding(self, local: str, full: str, alias: ast.alias, statement: ast.Import | ast.ImportFrom) -> None:
-        if is_of_lightning(full):
+        if self._is_of_lightning(full):
             if alias.name != "*":
                 self.all_bindings.append(ImportBinding(local, full, alias, statement))
                 self.bindings[local] = self.all_bindings[-1]
         else:
             self.bound.add(local)
             self.imported[local] = full
+
+    def _is_of_lightning(self, full: str) -> bool:
+        """Return True for names of Lightning, and for functions that have no rank until Lightning sets the rank."""
+        module, _, short = full.rpartition(".")
+        package = full.split(".")[0]
+        return (package in LIGHTNING_PACKAGES and package not in self._own) or (
+            module == "lightning_utilities.core.rank_zero" and short in lumen.__all__
+        )
 
     def get_full_name(self, node: ast.AST) -> str | None:
         """Return the full name of the imported object that a name or attribute in the file refers to, or None."""
@@ -191,7 +193,7 @@ class FileNames:
     def get_lightning_name(self, node: ast.AST) -> str | None:
         """Return the full name of the Lightning object that a name in the file refers to, or None."""
         full = self.get_full_name(node)
-        return full if full is not None and is_of_lightning(full) else None
+        return full if full is not None and self._is_of_lightning(full) else None
 
     def get_binding(self, node: ast.AST) -> ImportBinding | None:
         """Return the binding that a name or the beginning of a dotted name refers to, or None."""

@@ -33,7 +33,7 @@ class Notebook:
     def __init__(self, text: str) -> None:
         self._content = json.loads(text)
         cells = self._content.get("cells") if isinstance(self._content, dict) else None
-        if not isinstance(cells, list):
+        if not isinstance(cells, list) or not all(isinstance(each, dict) and "source" in each for each in cells):
             raise ValueError("not a notebook of format 4")
         found = next((each for each in _LAYOUTS if self._format(each) == text), None)
         if found is None:
@@ -66,7 +66,7 @@ def _read_source(cell: dict[str, Any]) -> str:
 
 def _is_python(cell: dict[str, Any]) -> bool:
     """Return True if a cell has Python code."""
-    if cell.get("cell_type") != "code" or "".join(cell.get("source", "")).startswith("%%"):
+    if cell.get("cell_type") != "code" or "".join(cell["source"]).startswith("%%"):
         return False
     try:
         ast.parse(_read_source(cell))

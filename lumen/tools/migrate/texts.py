@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -28,7 +29,12 @@ _REQUIREMENT = re.compile(
 #: A dependency of Poetry, or of Pipenv: `lightning = "^2.0"`.
 _KEY = re.compile(rf"{_NAME}\s*=\s*(?:\"[^\"\n]*\"|\{{[^}}\n]*\}})")
 _OPTION = re.compile(r"--trainer\.(?P<name>\w+)(?P<separator>=|[ \t]+|$)(?P<value>(?!-)[^\s\\|;&)]+)?[ \t]*")
-_VARIABLE = re.compile(r"\bPL_(TRAINER_|FIT__TRAINER__)\w+")
+#: Texts that have another meaning in Lumen, with the note.
+_MENTIONS = {
+    re.compile(r"\.ckpt\b"): CHECKPOINT_NOTE,
+    re.compile("lightning_logs"): DIRECTORY_NOTE,
+    re.compile(r"\bPL_(TRAINER_|FIT__TRAINER__)\w+"): "{0}: write LUMEN_TRAINER__{1}.",
+}
 #: The text before and after a requirement without a version, which has a line of its own or is an item of a list.
 _BEFORE, _AFTER = re.compile(r"(.*[\[,{=]|\s*-)?\s*([\w-]+::)?[\"']?"), re.compile(r"[\"']?\s*([],;}#=]|$)", re.M)
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.M | re.S)
@@ -143,11 +149,16 @@ def _edit_commands(source: EditableSource, start: int, end: int) -> Iterator[tup
     for found in _OPTION.finditer(text, start, end):
         value: Any = UNKNOWN
         if found["value"] is not None and "$" not in found["value"] and not found["value"].startswith(("'", '"')):
-            value = yaml.safe_load(found["value"])
+            with suppress(yaml.YAMLError):
+                value = yaml.safe_load(found["value"])
         change = get_change("Trainer", found["name"], value)
         if change.sentence:
             yield found.start(), f"--trainer.{found['name']}: {change.sentence}"
         if change.arguments is None:
+            continue
+        if found["value"] is None and UNCHANGED in change.arguments.values():
+            names = " and ".join(f"--trainer.{name}" for name in change.arguments)
+            yield found.start(), f"--trainer.{found['name']}: write {names}."
             continue
         values = (
             found["value"] if new is UNCHANGED else format_value(new, "yaml") for new in change.arguments.values()
@@ -155,12 +166,7 @@ def _edit_commands(source: EditableSource, start: int, end: int) -> Iterator[tup
         options = [f"--trainer.{key}={new}" for key, new in zip(change.arguments, values, strict=True)]
         behind = found[0][len(found[0].rstrip()) :]
         source.replace(*found.span(), " ".join(options) + behind if options else "")
-    for number, line in enumerate(text[start:end].splitlines(keepends=True)):
-        offset = start + sum(map(len, text[start:end].splitlines(keepends=True)[:number]))
-        if re.search(r"\.ckpt\b", line):
-            yield offset, CHECKPOINT_NOTE
-        if "lightning_logs" in line:
-            yield offset, DIRECTORY_NOTE
-        for variable in _VARIABLE.finditer(line):
-            new = f"LUMEN_TRAINER__{variable[0].removeprefix('PL_' + variable[1])}"
-            yield offset, f"{variable[0]}: write {new}."
+    for pattern, sentence in _MENTIONS.items():
+        for found in pattern.finditer(text, start, end):
+            name = found[0].removeprefix("PL_TRAINER_").removeprefix("PL_FIT__TRAINER__")
+            yield found.start(), sentence.format(found[0], name)

@@ -211,7 +211,7 @@ class TrainerEditor:
         for kind in ("train", "eval") if texts["evaluates"] else ("train",):
             found, unless = self._given.get(f"{kind}_dataset"), ""
             if isinstance(found, ast.IfExp) and self._get_text(found.orelse) == "None":
-                found, unless = found.body, f" if {self._get_text(found.test)} else None"
+                unless, found = f" if {self._get_text(found.test)} else None", found.body
             shuffles = kind == "train" and self._get("train_sampling_strategy") != "sequential"
             row = {"loader": texts[f"{kind}_loader"], "dataset": self._get_text(found), "unless": unless}
             lines += _fill("loader", texts | row | {

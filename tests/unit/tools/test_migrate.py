@@ -308,6 +308,15 @@ def test_base_class_in_another_file_is_resolved(tmp_path):
     assert "self.log('a', b)" in texts["net.py"]
 
 
+def test_a_package_of_the_project_is_not_lightning(tmp_path):
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning/__init__.py").write_text("def f(): ...\n")
+    (tmp_path / "a.py").write_text("import pytorch_lightning as pl\nfrom lightning import f\nx = pl.Callback\n")
+    (found,) = migrate_project(tmp_path)
+    assert found.after == "import lumen\nfrom lightning import f\nx = lumen.Callback\n"
+    assert not found.notes
+
+
 def test_config_groups_of_hydra_are_edited(tmp_path):
     """Arguments at a key, or in a folder, belong to the class that a different config has there."""
     before = {
