@@ -202,7 +202,7 @@ def _write_edits(edited: list[MigratedFile], *, force: bool) -> None:
     """Write the edited files.
 
     Raises:
-        ConfigError: Git could not undo the edits, and `force` is False.
+        ConfigError: Git could not undo the edits, and `force` is False; or a file cannot be written.
     """
     lost = {} if force else find_unsaved(each.path for each in edited)
     if lost:
@@ -210,6 +210,11 @@ def _write_edits(edited: list[MigratedFile], *, force: bool) -> None:
         raise ConfigError(
             f"nothing was written, because git could not undo the edits:\n{lines}\nCommit first, or add --force."
         )
+    for each in edited:
+        try:
+            each.path.open("r+b").close()
+        except OSError as error:
+            raise ConfigError(f"nothing was written: {error}. Make the file writable.") from None
     for each in edited:
         each.path.write_bytes(each.after.encode(each.encoding))
 

@@ -350,6 +350,8 @@ class ImportEditor:
                 is_ambiguous = is_renamed and binding.local in self._names.ambiguous
                 found = self._kept[binding]
                 uses = [use for use in found if not self._source.is_replaced(*use)]
+                if binding.local == self._package and all(last - first == len(binding.local) for first, last in uses):
+                    uses = []  # The name of the package is a name for Lumen now.
                 if new is not None and new.module.startswith("torchmetrics"):
                     left.append((statement.lineno, _TORCHMETRICS))
                 if new is not None and not is_module_name and not is_ambiguous:
@@ -370,7 +372,7 @@ class ImportEditor:
                 for each in dict.fromkeys(wanted):
                     if each.module != "lumen":
                         add_import(each, each.name if self._is_free(each) else f"_{each.name}")
-                    elif "lumen" not in self._names.imported:
+                    elif "lumen" not in {*self._names.imported, self._names.imported.get(self._package)}:
                         plain.append("lumen" if self._package == "lumen" else f"lumen as {self._package}")
         lines = [f"import {each}" for each in plain]
         comments = self._list_comments(run)

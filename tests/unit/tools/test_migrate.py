@@ -61,6 +61,8 @@ IMPORTS = [
      "def f():\n    import lumen\n    return lumen.Trainer"),
     ("try:\n    import lightning as L\nexcept ImportError:\n    L = None",
      "try:\n    import lumen as L\nexcept ImportError:\n    L = None"),
+    ("try:\n    import lightning as L\nexcept ImportError:\n    L = None\nif L is not None:\n    x = L.Trainer",
+     "try:\n    import lumen as L\nexcept ImportError:\n    L = None\nif L is not None:\n    x = L.Trainer"),
     ("try:\n    from lightning import LightningModule\nexcept ImportError:\n    LightningModule = object",
      "try:\n    from lumen import TaskModule as LightningModule\nexcept ImportError:\n    LightningModule = object"),
     ("import lightning as L\nx: 'L.Trainer'\ndef f(a: \"list[L.LightningModule]\") -> 'L.Callback': ...",
