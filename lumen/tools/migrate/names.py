@@ -131,9 +131,10 @@ class FileNames:
         self._own = own
         self.bindings: dict[str, ImportBinding] = {}
         self.all_bindings: list[ImportBinding] = []
-        self.star_imports: list[ast.ImportFrom] = []
+        self.star_imports: dict[str, ast.ImportFrom] = {}
         self.imported: dict[str, str] = {}
         self.bound: set[str] = set()
+        self.read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         for node in ast.walk(tree):
             self._record_binding(node)
         kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -154,8 +155,8 @@ class FileNames:
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 full = f"{'.' * node.level}{node.module or ''}.{alias.name}"
-                if alias.name == "*" and self._is_of_lightning(full):
-                    self.star_imports.append(node)
+                if alias.name == "*":
+                    self.star_imports[full] = node
                 self._add_binding(alias.asname or alias.name, full, alias, node)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             self.bound.add(node.id)
@@ -165,7 +166,7 @@ class FileNames:
             self.bound.add(node.name)
 
     def _add_binding(self, local: str, full: str, alias: ast.alias, statement: ast.Import | ast.ImportFrom) -> None:
-        if self._is_of_lightning(full):
+        if self.is_of_lightning(full):
             if alias.name != "*":
                 self.all_bindings.append(ImportBinding(local, full, alias, statement))
                 self.bindings[local] = self.all_bindings[-1]
@@ -173,7 +174,7 @@ class FileNames:
             self.bound.add(local)
             self.imported[local] = full
 
-    def _is_of_lightning(self, full: str) -> bool:
+    def is_of_lightning(self, full: str) -> bool:
         """Return True for names of Lightning, and for functions that have no rank until Lightning sets the rank."""
         module, _, short = full.rpartition(".")
         package = full.split(".")[0]
@@ -193,7 +194,7 @@ class FileNames:
     def get_lightning_name(self, node: ast.AST) -> str | None:
         """Return the full name of the Lightning object that a name in the file refers to, or None."""
         full = self.get_full_name(node)
-        return full if full is not None and self._is_of_lightning(full) else None
+        return full if full is not None and self.is_of_lightning(full) else None
 
     def get_binding(self, node: ast.AST) -> ImportBinding | None:
         """Return the binding that a name or the beginning of a dotted name refers to, or None."""

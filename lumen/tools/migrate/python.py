@@ -26,9 +26,7 @@ from lumen.tools.migrate.names import (
     is_module,
 )
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
-from lumen.tools.migrate.source import EditableSource, MigrationNote
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+from lumen.tools.migrate.source import EditableSource, Function, MigrationNote, get_last_name
 
 _REMOVED_ARGUMENTS = {"optimizer_idx", "on_tpu", "using_native_amp", "using_lbfgs"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -47,18 +45,8 @@ _OPTIMIZER_STEP_NOTE = (
 
 
 @final
-class MethodEditor:
-    """Editor of the methods of classes: edits signatures where possible, and notes the other methods.
-
-    Args:
-        source: The text of the file.
-        note: Function that records a note on a node.
-        used: Names that the project uses.
-    """
-
-    def __init__(self, source: EditableSource, note: Callable[[ast.AST, str], None], used: frozenset[str]) -> None:
-        self._source, self._note = source, note
-        self._epoch_ends = EpochEndEditor(source, note, used)
+class MethodEditor(EpochEndEditor):
+    """Editor of the methods of classes: edits signatures where possible, and notes the other methods."""
 
     def edit_methods(self, owner: ast.ClassDef, kind: str) -> None:
         """Edit or note all methods of a class.
@@ -67,10 +55,10 @@ class MethodEditor:
             owner: The definition of the class.
             kind: Kind of the class: "task", "data module", "callback" or "cli".
         """
-        methods = {each.name: each for each in owner.body if isinstance(each, _Function)}
+        methods = {each.name: each for each in owner.body if isinstance(each, Function)}
         not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
         for name, method in methods.items():
-            if kind == "task" and self._epoch_ends.edit(method, methods):
+            if kind == "task" and self.edit_epoch_end(method, methods):
                 continue
             if name in not_called:
                 self._note(method, f"Lumen does not call {name}. {not_called[name]}")
@@ -89,7 +77,7 @@ class MethodEditor:
             if name == "truncated_bptt_steps":
                 self._note(node, NOT_CALLED["task"]["truncated_bptt_steps"])
 
-    def _edit_signature(self, method: _Function, kind: str) -> None:
+    def _edit_signature(self, method: Function, kind: str) -> None:
         arguments = method.args
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         if method.name in _STEPS and kind == "task":
@@ -109,7 +97,7 @@ class MethodEditor:
         if len(names) - len(arguments.defaults) > passed:
             self._drop_parameters(method, names, passed)
 
-    def _drop_parameters(self, method: _Function, names: list[str], passed: int) -> None:
+    def _drop_parameters(self, method: Function, names: list[str], passed: int) -> None:
         """Remove the last parameters, which Lumen does not pass, if the method does not read them."""
         extra = {*names[passed:]}
         read = {node.id for each in method.body for node in ast.walk(each) if isinstance(node, ast.Name)}
@@ -120,7 +108,7 @@ class MethodEditor:
         last_kept, last = [*method.args.posonlyargs, *method.args.args][passed - 1], method.args.args[-1]
         self._source.replace(self._source.get_span(last_kept)[1], self._source.get_span(last)[1], "")
 
-    def check_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[bool]) -> None:
+    def check_key(self, node: ast.Subscript, function: Function | None, steps_return: set[bool]) -> None:
         """Edit or note a subscript of a checkpoint or of the output of a training step."""
         if function is None or not isinstance(node.value, ast.Name) or not isinstance(node.slice, ast.Constant):
             return
@@ -219,7 +207,7 @@ class FileEditor:
         self._kinds: list[str | None] = [None]
         self._bases: list[list[str]] = [[]]
         self._defined: list[set[str]] = [set()]
-        self._functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+        self._functions: list[Function] = []
         #: Values that the file assigns to each name.
         self._assigned: defaultdict[str, list[ast.expr]] = defaultdict(list)
         for each in ast.walk(file.tree):
@@ -238,8 +226,11 @@ class FileEditor:
             if theirs is not None and is_module(theirs) and get_short_name(full) == local:
                 line = next(n for n, text in enumerate(self._source.lines, 1) if re.search(rf"\b{local}\b", text))
                 self._add_line_note(line, _REEXPORT_NOTE.format(local=local, full=full))
-        for star in self._names.star_imports:
-            self._add_note(star, _STAR_NOTE)
+        for full, star in self._names.star_imports.items():
+            if self._names.is_of_lightning(full) or (
+                self._classes.is_own(full) and self._names.read & self._classes.reexported.keys()
+            ):
+                self._add_note(star, _STAR_NOTE)
         for line, sentence in self._imports.write_imports(self._file.tree):
             if sentence not in {note.sentence for note in self._notes}:
                 self._add_line_note(line, sentence)
@@ -302,7 +293,7 @@ class FileEditor:
         return is_variable or (
             isinstance(node, ast.Attribute)
             and node.attr == "trainer"
-            and not _CONFIG_NAME.search(getattr(node.value, "attr", getattr(node.value, "id", "")))
+            and not _CONFIG_NAME.search(get_last_name(node.value))
         )
 
     # ------------------------------------------------------------------ names
@@ -392,7 +383,7 @@ class FileEditor:
         if kind in ("task", "data module", "callback", "cli"):
             self._methods.edit_methods(node, kind)
         self._kinds.append(kind)
-        self._defined.append({each.name for each in node.body if isinstance(each, _Function)})
+        self._defined.append({each.name for each in node.body if isinstance(each, Function)})
         self._bases.append([name for base in node.bases if (name := self._names.get_lightning_name(base)) is not None])
         self._visit_children(node)
         self._kinds.pop()
@@ -400,7 +391,7 @@ class FileEditor:
         self._defined.pop()
         return True
 
-    def _visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    def _visit_FunctionDef(self, node: Function) -> bool:
         self._edit_annotation(node.returns)
         for each in node.decorator_list:
             short = get_short_name(self._names.get_lightning_name(each) or "")
@@ -457,7 +448,7 @@ class FileEditor:
 
     def _visit_Call(self, node: ast.Call) -> bool:
         self._visit_children(node)  # An argument may move, with the edits in it.
-        short = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        short = get_last_name(node.func)
         receives = short in _CLASS_RECEIVERS and bool(node.args)
         function = node.args[0] if receives else node.func
         if short == "from_argparse_args" and isinstance(function, ast.Attribute):

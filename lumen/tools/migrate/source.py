@@ -9,7 +9,13 @@ from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, final
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 COMMENT = re.compile(r"#[^\r\n]*")
+
+
+def get_last_name(node: ast.AST) -> str:
+    """Return the last part of a name or an attribute, or an empty string for other nodes."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 @final

@@ -14,7 +14,7 @@ from typing import Any, final
 from lumen.tools.migrate.names import get_short_name
 from lumen.tools.migrate.notebook import CELL
 from lumen.tools.migrate.project import ParsedFile
-from lumen.tools.migrate.source import EditableSource, MigrationNote
+from lumen.tools.migrate.source import EditableSource, MigrationNote, get_last_name
 
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 #: Arguments of `TrainingArguments` that the command translates, and those that change no number.
@@ -259,7 +259,7 @@ class TrainerEditor:
 
     def _describe_task(self, own: ast.ClassDef | None, given: Mapping[str, str]) -> dict[str, Any]:
         """Return the texts and conditions of the task: its loss and its optimizer."""
-        used, optim = {getattr(each, "attr", getattr(each, "id", "")) for each in self._nodes}, self._get("optim")
+        used, optim = {get_last_name(each) for each in self._nodes}, self._get("optim")
         is_ours = any(re.search(r"^AutoModel|For[A-Z]|LMHead", name) for name in used)
         loss, logits = (".loss", ".logits") if is_ours else ('["loss"]', '["logits"]')
         own_loss = own is not None and any(getattr(each, "name", "") == "compute_loss" for each in own.body)

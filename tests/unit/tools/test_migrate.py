@@ -319,6 +319,15 @@ def test_a_package_of_the_project_is_not_lightning(tmp_path):
     assert not found.notes
 
 
+def test_names_behind_a_star_import_stay(tmp_path):
+    (tmp_path / "base.py").write_text("import lightning as L\nx = L.Callback\n")
+    (tmp_path / "a.py").write_text("from base import *\ny = L.LightningModule\n")
+    star, base = migrate_project(tmp_path)
+    assert base.after == "import lumen as L\nx = L.Callback\n"
+    assert [note.line for note in star.notes] == [1]
+    assert star.notes[0].sentence.startswith("Import the used names of Lightning one by one")
+
+
 def test_config_groups_of_hydra_are_edited(tmp_path):
     """Arguments at a key, or in a folder, belong to the class that a different config has there."""
     before = {
