@@ -61,6 +61,8 @@ if special == "network":
     urllib.request.urlopen("http://lumen.invalid")
 if special == "write":
     open(settings.pop("file"), "w")
+if special == "exit":
+    sys.exit(3)
 if special != "no fit":
     trainer = L.Trainer(max_steps=30, **{"accelerator": "cpu", **settings})
     trainer.fit(Line(), train, DataLoader(data, 16), ckpt_path="a.ckpt" if special == "resume" else None)
@@ -142,6 +144,7 @@ def test_check_names_the_cause_of_a_difference(project, settings, message):
     ("settings", "reason"),
     [
         ({"special": "no fit"}, "the command does not call fit of Lightning's Trainer.\n"),
+        ({"special": "exit"}, "the command for Lightning failed: exit code 3\n"),
         ({"special": "resume"}, "the command resumes a training. Give a command that starts a new training.\n"),
         ({"special": "network"}, "the project asks lumen.invalid.>\n"),
         ({"accelerator": "tpu"}, "the command for Lightning failed: "),

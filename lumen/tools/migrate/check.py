@@ -140,7 +140,8 @@ def _record_training(
         limits = f"{arguments.steps} steps in {arguments.time_limit:g} s"
         raise _CannotCompareError(f"{library} did not train {limits}. See --steps and --time-limit.")
     if code:
-        raise _CannotCompareError(f"the command for {library} failed: {(lines or [f'exit code {code}'])[-1]}")
+        error = next((line for line in lines[-1:] if ": " in line), f"exit code {code}")
+        raise _CannotCompareError(f"the command for {library} failed: {error}")
     raise _CannotCompareError(f"the command does not call fit of {library}'s Trainer.")
 
 

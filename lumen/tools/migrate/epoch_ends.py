@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, final
 
-from lumen.tools.migrate.source import EditableSource, Function, get_last_name
+from lumen.tools.migrate.source import NOTES, EditableSource, Function, get_last_name
 
 #: For each hook: the hook that Lumen calls at the same moment, and the step of which Lightning collects the outputs.
 _COUNTERPARTS: Mapping[str, tuple[str, str]] = {
@@ -14,11 +14,6 @@ _COUNTERPARTS: Mapping[str, tuple[str, str]] = {
     "validation_epoch_end": ("on_validation_epoch_end", "validation_step"),
     "test_epoch_end": ("on_test_epoch_end", "test_step"),
 }
-_RETURN_NOTE = "Lumen ignores the value that {} returns. Log values by self.log."
-_MEAN_NOTE = (
-    "{step} now logs {names}: the mean over the samples of the epoch. {hook} took the mean over batches, in which a "
-    "smaller last batch counted as much as the others."
-)
 #: Options of `self.log` that have no effect in the step, or that the new call sets.
 _DROPPED_OPTIONS = ("batch_size", "on_epoch", "on_step", "rank_zero_only", "sync_dist")
 #: Calls that do not change the mean of scalars.
@@ -84,7 +79,7 @@ class EpochEndEditor:
         end = self._source.get_span(method.args.defaults[-1] if method.args.defaults else last)[1]
         self._source.replace(self._source.get_span(first)[1], end, "")
         if any(isinstance(node, ast.Return) and node.value is not None for node in _walk_body(method)):
-            self._note(method, _RETURN_NOTE.format(hook))
+            self._note(method, NOTES["return"].format(hook))
 
     def _log_in_step(self, method: Function, step: Function, logged: list[_LoggedMean]) -> bool:
         """Log the means in the step, and remove the hook. Return False if the step does not allow that."""
@@ -109,7 +104,7 @@ class EpochEndEditor:
             self._source.replace(at, at, "".join(text + separator for place, text in calls if place == at))
         self._remove(method)
         names = ", ".join(each.name for each in logged)
-        self._note(step, _MEAN_NOTE.format(step=step.name, names=names, hook=method.name))
+        self._note(step, NOTES["mean"].format(step=step.name, names=names, hook=method.name))
         return True
 
     def _remove(self, method: Function) -> None:

@@ -11,34 +11,12 @@ from typing import NamedTuple, final
 
 import lumen
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES, RENAMED
-from lumen.tools.migrate.source import COMMENT, EditableSource
+from lumen.tools.migrate.source import COMMENT, NOTES, TABLES, EditableSource
 
-_MODULES = (
-    "accelerators apply_func argparse base batch_size_finder callback callbacks checkpoint cli cloud_io "
-    "combined_loader comet compile core csv_logs data datamodule decorators demos device_stats_monitor distributed "
-    "early_stopping enums environments exceptions fabric finetuning gpu_stats_monitor gradient_accumulation_scheduler "
-    "grads hooks imports io lambda_function layer_sync lightning logger loggers loops lr_finder lr_monitor memory "
-    "metrics migration mlflow model_checkpoint model_helpers model_summary module neptune on_exception_checkpoint "
-    "overrides parsing plugins precision prediction_writer profiler profilers progress progress_bar pruning pytorch "
-    "rank_zero rich_model_summary rich_progress saving seed states stochastic_weight_avg strategies tensorboard "
-    "testing throughput timer tqdm_progress trainer training_type tuner types utilities wandb warnings "
-    "weight_averaging "
-)
 #: Modules in the packages of any version of Lightning.
-MODULES = frozenset(_MODULES.split())
+MODULES = frozenset(TABLES["modules"].split())
 #: Full names of the replacements for types and functions that are not in `lumen.__all__`.
-ELSEWHERE: Mapping[str, str] = {
-    **dict.fromkeys(("ArgsType", "EVAL_DATALOADERS", "STEP_OUTPUT", "TRAIN_DATALOADERS"), "typing.Any"),
-    **dict.fromkeys(("OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig"), "typing.Any"),
-    "LRSchedulerConfigType": "typing.Any",
-    "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
-    "LRScheduler": "torch.optim.lr_scheduler.LRScheduler",
-    "LRSchedulerTypeUnion": "torch.optim.lr_scheduler.LRScheduler",
-    "LightningArgumentParser": "lumen.cli.options.OptionParser",
-    "LightningEnum": "enum.StrEnum",
-    "LightningOptimizer": "torch.optim.Optimizer",
-    "MisconfigurationException": "lumen.errors.ConfigError",
-}
+ELSEWHERE: Mapping[str, str] = TABLES["elsewhere"]
 
 
 @final
@@ -88,17 +66,7 @@ def find_replacement(full: str) -> str:
     short = get_short_name(full)
     if full.split(".")[1:2] == ["fabric"] or short == "Fabric" or full.startswith("lightning_fabric"):
         return "Lumen has no Fabric: write the loop as training_step of a TaskModule."
-    return INSTEAD_OF_CLASSES.get(short) or _OLD_FUNCTIONS.get(short) or f"Lumen has no {short}."
-
-
-_RESULT = "Return the loss, and log values by self.log."
-#: Names that only Lightning 0 and 1 have.
-_OLD_FUNCTIONS: Mapping[str, str] = {
-    "EvalResult": _RESULT,
-    "TrainResult": _RESULT,
-    "auto_move_data": "Lumen moves the batches of a run; move other tensors by .to(self.device).",
-    "load": "Write torch.load.",
-}
+    return INSTEAD_OF_CLASSES.get(short) or TABLES["old_functions"].get(short) or f"Lumen has no {short}."
 
 
 @final
@@ -212,12 +180,6 @@ def _get_stored_name(node: ast.AST) -> str:
 
 #: Full name of an object of Lightning, in a text.
 LIGHTNING_NAME = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
-_TORCHMETRICS = (
-    "torchmetrics continues pytorch_lightning.metrics. Its metrics of classification need task, and num_classes or "
-    'num_labels: Accuracy(task="multiclass", num_classes=10).'
-)
-_STAYS = "The import stays: the file uses {0} in code that is not edited. Write lumen.NAME in place of {0}.NAME there."
-_AMBIGUOUS = "{} has a second meaning in a function of this file. Rename one of the two, and run lumen migrate again."
 
 
 @final
@@ -354,15 +316,15 @@ class ImportEditor:
                 if binding.local == self._package and all(last - first == len(binding.local) for first, last in uses):
                     uses = []  # The name of the package is a name for Lumen now.
                 if new is not None and new.module.startswith("torchmetrics"):
-                    left.append((statement.lineno, _TORCHMETRICS))
+                    left.append((statement.lineno, NOTES["torchmetrics"]))
                 if new is not None and not is_module_name and not is_ambiguous:
                     add_import(new, self._get_local_name(binding))
                 elif not is_module_name and not is_ambiguous and found and not uses:
                     continue  # All uses are left out.
                 elif not is_module_name or is_ambiguous or uses:
                     short = get_short_name(binding.full)
-                    note = _STAYS if is_module_name else f"{short}: {find_replacement(binding.full)}"
-                    note = _AMBIGUOUS if is_ambiguous else note
+                    note = NOTES["stays"] if is_module_name else f"{short}: {find_replacement(binding.full)}"
+                    note = NOTES["ambiguous"] if is_ambiguous else note
                     left.append((statement.lineno, note.format(binding.local)))
                     if isinstance(statement, ast.Import):
                         plain.append(ast.unparse(alias))

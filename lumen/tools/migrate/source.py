@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from bisect import bisect_left
+from collections.abc import Mapping
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple, final
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
+
+def read_tables(name: str) -> Mapping[str, Any]:
+    """Return the tables of a file in this folder."""
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+
+
+TABLES = read_tables("tables")
+NOTES: Mapping[str, str] = TABLES["notes"]
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 COMMENT = re.compile(r"#[^\r\n]*")

@@ -13,8 +13,7 @@ import yaml
 from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, format_value, get_change
-from lumen.tools.migrate.python import CHECKPOINT_NOTE, DIRECTORY_NOTE
-from lumen.tools.migrate.source import EditableSource, MigrationNote
+from lumen.tools.migrate.source import NOTES, EditableSource, MigrationNote
 from lumen.version import DISTRIBUTION
 
 ANY_LIGHTNING = re.compile(rf"\b({'|'.join(sorted(LIGHTNING_PACKAGES, reverse=True))})\b")
@@ -31,8 +30,8 @@ _KEY = re.compile(rf"{_NAME}\s*=\s*(?:\"[^\"\n]*\"|\{{[^}}\n]*\}})")
 _OPTION = re.compile(r"--trainer\.(?P<name>\w+)(?P<separator>=|[ \t]+|$)(?P<value>(?!-)[^\s\\|;&)]+)?[ \t]*")
 #: Texts that have another meaning in Lumen, with the note.
 _MENTIONS = {
-    re.compile(r"\.ckpt\b"): CHECKPOINT_NOTE,
-    re.compile("lightning_logs"): DIRECTORY_NOTE,
+    re.compile(r"\.ckpt\b"): NOTES["checkpoint"],
+    re.compile("lightning_logs"): NOTES["directory"],
     re.compile(r"\bPL_(TRAINER_|FIT__TRAINER__)\w+"): "{0}: write LUMEN_TRAINER__{1}.",
 }
 #: The text before and after a requirement without a version, which has a line of its own or is an item of a list.

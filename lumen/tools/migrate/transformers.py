@@ -5,18 +5,16 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from string import Template
 from typing import Any, final
 
 from lumen.tools.migrate.names import get_short_name
 from lumen.tools.migrate.notebook import CELL
 from lumen.tools.migrate.project import ParsedFile
-from lumen.tools.migrate.source import EditableSource, MigrationNote, get_last_name
+from lumen.tools.migrate.source import TABLES, EditableSource, MigrationNote, get_last_name, read_tables
 
-_TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = read_tables("transformers")
 #: Arguments of `TrainingArguments` that the command translates, and those that change no number.
 TRANSLATED, NEUTRAL = (frozenset(_TABLES[name].split()) for name in ("translated", "neutral"))
 #: Notes on arguments of `TrainingArguments`, and on all other names. A key may hold several names.
@@ -39,10 +37,6 @@ _IMPORTED = (
     "transformers.trainer_utils.RemoveColumnsCollator",
 )  # fmt: skip
 _NOT_EDITED = "not edited: a file needs one statement that assigns its only Trainer, with a model."
-_HEAD_NOTE = (
-    "the loss is the mean over the predicted tokens. For an LMHeadModel, transformers also counts the first label of "
-    "each row, so its loss is smaller."
-)
 _UNKNOWN = object()  # the value of an argument that is no literal
 _WIDTH = 100
 
@@ -266,7 +260,7 @@ class TrainerEditor:
         counts = (text for name, text in _TABLES["tokens"].items() if any(re.search(name, each) for each in used))
         tokens = None if own_loss else next(counts, None)
         if tokens and any("LMHeadModel" in name for name in used):
-            self._note(self._given["model"], _HEAD_NOTE)
+            self._note(self._given["model"], TABLES["notes"]["head"])
         if optim not in (None, "adamw_torch", "adamw_torch_fused"):
             self._note_argument("optim", f"optim={self._values['optim']}: {_SENTENCES['optimizers']} The new task has "
                                 "AdamW.")  # fmt: skip

@@ -15,7 +15,7 @@ from lumen.tools.migrate import arguments
 from lumen.tools.migrate.command import migrate_project
 from lumen.tools.migrate.config import ConfigEditor
 from lumen.tools.migrate.names import ELSEWHERE, find_new_name
-from lumen.tools.migrate.source import EditableSource, ItemEditor
+from lumen.tools.migrate.source import TABLES, EditableSource, ItemEditor
 from tests.helpers.migrate import migrate_text, run_migrate, run_migrate_write
 
 IMPORTS = [
@@ -506,7 +506,7 @@ def test_what_names_become_exists():
 
 def test_what_arguments_become_is_taken():
     takes = inspect.signature(lumen.Trainer).parameters
-    assert {*arguments._RENAMED["Trainer"].values()} <= {*takes}
+    assert {*TABLES["renamed"]["Trainer"].values()} <= {*takes}
     for method, names in arguments.METHODS.items():
         for old, new in names.items():
             kept = new.removeprefix("Use ").removesuffix(".")
@@ -516,7 +516,7 @@ def test_what_arguments_become_is_taken():
 def test_arguments_stand_where_lightning_has_them():
     callbacks = import_module("lightning.pytorch.callbacks")
     others = [import_module(f"lightning.pytorch.{name}") for name in ("loggers", "strategies", "profilers", "cli")]
-    for name, order in arguments.POSITIONS.items():
+    for name, order in TABLES["positions"].items():
         owner = next(getattr(module, name) for module in (callbacks, *others) if hasattr(module, name))
         theirs = [
             each.name for each in inspect.signature(owner.__init__).parameters.values()
