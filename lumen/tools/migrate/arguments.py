@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import lumen
 from lumen.errors.arguments import is_neutral_argument
@@ -26,6 +26,11 @@ class ArgumentChange(NamedTuple):
 
     arguments: Mapping[str, Any] | None = None
     sentence: str = ""
+
+    def format_values(self, kind: str, old: str) -> dict[str, str]:
+        """Return the sources of the new values by name, where `old` is the source of the old value."""
+        return {name: old if value is UNCHANGED else format_value(value, kind)
+                for name, value in (self.arguments or {}).items()}  # fmt: skip
 
 
 @final
@@ -216,11 +221,10 @@ def _is_off(value: Any) -> bool:
 
 
 _USE = re.compile(r"Use (\w+)\.")  # sentences that name a new argument of the same meaning
-_Kind = Literal["python", "yaml"]
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*$")
 
 
-def format_value(value: Any, kind: _Kind) -> str:
+def format_value(value: Any, kind: str) -> str:
     """Return plain data as Python or YAML source."""
     if isinstance(value, _Expression):
         return value.text
@@ -386,9 +390,8 @@ class CallEditor:
         elif [*change.arguments.values()] == [UNCHANGED]:
             items.rename(item, next(iter(change.arguments)))
         else:
-            texts = [self._source.get_text(item.value) if value is UNCHANGED else format_value(value, "python")
-                     for value in change.arguments.values()]  # fmt: skip
-            parts = [f"{items.format_name(key)}{text}" for key, text in zip(change.arguments, texts, strict=True)]
+            texts = change.format_values("python", self._source.get_text(item.value))
+            parts = [f"{items.format_name(key)}{text}" for key, text in texts.items()]
             before = self._source.text[self._source.find_line_start(item.start) : item.start]
             between = ", " if before.strip() else f",{self._source.newline}{before}"
             self._source.replace(item.start, item.end, between.join(parts))

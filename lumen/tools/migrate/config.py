@@ -13,13 +13,7 @@ import yaml
 
 from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES
-from lumen.tools.migrate.arguments import (
-    UNCHANGED,
-    UNKNOWN,
-    format_left_out,
-    format_value,
-    get_change,
-)
+from lumen.tools.migrate.arguments import UNKNOWN, ArgumentChange, format_left_out, get_change
 from lumen.tools.migrate.names import LIGHTNING_NAME, find_new_name, get_short_name
 from lumen.tools.migrate.project import ProjectClasses
 from lumen.tools.migrate.source import EditableSource, MigrationNote
@@ -160,7 +154,7 @@ class ConfigEditor:
             if change.sentence:
                 self._add_note(key, change.sentence)
             if change.arguments:
-                self._replace_entry(node, key, value, change.arguments)
+                self._replace_entry(node, key, value, change)
             elif change.arguments is not None:
                 removed.add(key.value)
         if within is None and node.value and len(removed) == len(node.value):
@@ -169,14 +163,14 @@ class ConfigEditor:
         else:
             self._remove_entries(node, removed, owner=within)
 
-    def _replace_entry(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
+    def _replace_entry(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, change: ArgumentChange) -> None:
         """Replace one entry by the new entries."""
         between = ", " if node.flow_style else f"{self._source.newline}{' ' * key.start_mark.column}"
-        if len(new) == 1 and next(iter(new.values())) is UNCHANGED:
-            self._source.replace(key.start_mark.index, key.end_mark.index, next(iter(new)))
+        texts = change.format_values("yaml", self._get_text(value))
+        if [*texts.values()] == [self._get_text(value)]:
+            self._source.replace(key.start_mark.index, key.end_mark.index, next(iter(texts)))
             return
-        texts = (self._get_text(value) if each is UNCHANGED else format_value(each, "yaml") for each in new.values())
-        entries = map("{}: {}".format, new, texts)
+        entries = map("{}: {}".format, texts, texts.values())
         self._source.replace(key.start_mark.index, value.end_mark.index, between.join(entries))
 
     def _get_text(self, node: yaml.Node) -> str:

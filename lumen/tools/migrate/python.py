@@ -7,7 +7,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TypeGuard, final
+from typing import NamedTuple, TypeGuard, final
 
 import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
@@ -131,6 +131,15 @@ _SAME_ARGUMENTS = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
 
 
 @final
+class _Owner(NamedTuple):
+    """Class around a node: its kind, the full names of its bases in Lightning, and the names of its methods."""
+
+    kind: str | None = None
+    bases: tuple[str, ...] = ()
+    methods: frozenset[str] = frozenset()
+
+
+@final
 class FileEditor:
     """Editor of one file.
 
@@ -147,9 +156,7 @@ class FileEditor:
         self._methods = MethodEditor(self._source, self._add_note, used)
         self._calls = CallEditor(self._source, self._add_line_note, self._get_object_class, calls_fit="fit" in used)
         self._notes: dict[MigrationNote, tuple[int, int] | None] = {}
-        self._kinds: list[str | None] = [None]
-        self._bases: list[list[str]] = [[]]
-        self._defined: list[set[str]] = [set()]
+        self._owners = [_Owner()]  # the classes around the present node
         self._functions: list[Function] = []
         #: Values that the file assigns to each name.
         self._assigned: defaultdict[str, list[ast.expr]] = defaultdict(list)
@@ -261,7 +268,7 @@ class FileEditor:
         if node.attr == "experiment" and is_logger and not any(name.endswith("Logger") for name in self._used):
             self._add_note(node, NOTES["experiment"])
         is_of_task = (
-            self._kinds[-1] == "task"
+            self._owners[-1].kind == "task"
             and getattr(node.value, "id", "") == "self"
             and node.attr in TABLES["task_attributes"]
         )
@@ -327,13 +334,11 @@ class FileEditor:
         kind = self._classes.get_kind(node, self._names)
         if kind in ("task", "data module", "callback", "cli"):
             self._methods.edit_methods(node, kind)
-        self._kinds.append(kind)
-        self._defined.append({each.name for each in node.body if isinstance(each, Function)})
-        self._bases.append([name for base in node.bases if (name := self._names.get_lightning_name(base)) is not None])
+        names = map(self._names.get_lightning_name, node.bases)
+        methods = {each.name for each in node.body if isinstance(each, Function)}
+        self._owners.append(_Owner(kind, tuple(filter(None, names)), frozenset(methods)))
         self._visit_children(node)
-        self._kinds.pop()
-        self._bases.pop()
-        self._defined.pop()
+        self._owners.pop()
         return True
 
     def _visit_FunctionDef(self, node: Function) -> bool:
@@ -353,11 +358,11 @@ class FileEditor:
     _visit_AsyncFunctionDef = _visit_FunctionDef
 
     def _visit_Assign(self, node: ast.Assign) -> None:
-        if self._kinds[-1] == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
+        if self._owners[-1].kind == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
             self._methods.check_flag(node)
         target = node.targets[0]
         is_own = isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self"
-        if is_own and getattr(target, "attr", "") == "hparams" and self._kinds[-1] in ("task", "data module"):
+        if is_own and getattr(target, "attr", "") == "hparams" and self._owners[-1].kind in ("task", "data module"):
             self._source.replace(self._source.get_span(node)[0], self._source.get_span(node.value)[0],
                                  "self.save_hyperparameters(")  # fmt: skip
             end = self._source.get_span(node)[1]
@@ -367,7 +372,7 @@ class FileEditor:
 
     def _visit_Dict(self, node: ast.Dict) -> None:
         entries = {getattr(key, "value", None): value for key, value in zip(node.keys, node.values, strict=True)}
-        function = self._functions[-1].name if self._functions and self._kinds[-1] == "task" else ""
+        function = self._functions[-1].name if self._functions and self._owners[-1].kind == "task" else ""
         if function == "configure_optimizers" and "optimizer" in entries and "scheduler" in entries:
             self._add_note(node, NOTES["scheduler"])
         for key in ("log", "progress_bar") if function in _STEPS and "loss" in " ".join(map(str, entries)) else ():
@@ -404,14 +409,14 @@ class FileEditor:
                 self._calls.edit_constructor(node, get_short_name(full), owner, is_direct=not receives)
                 self._note_unpacked(node, owner)
         elif _is_super_init(node):
-            for base in self._bases[-1]:
+            for base in self._owners[-1].bases:
                 owner = self._get_lumen_class(base)
                 if owner is not None and f"lumen.{owner}" not in _SAME_ARGUMENTS:
                     self._calls.edit_constructor(node, get_short_name(base), owner)
         elif isinstance(node.func, ast.Attribute) and self._is_method(node.func):
             self._calls.edit_method(node, node.func.attr)
         is_own = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
-        if is_own and short in _LOADERS and self._kinds[-1] == "task" and short not in self._defined[-1]:
+        if is_own and short in _LOADERS and self._owners[-1].kind == "task" and short not in self._owners[-1].methods:
             self._add_note(node, NOTES["loader"].format(short, f"{short}s" if short != "train_dataloader" else short))
         if short == "set_defaults":
             for each in node.args:
@@ -437,14 +442,14 @@ class FileEditor:
         if function.attr in _TRAINER_METHODS:
             return self._is_trainer(function.value)
         if function.attr in ("log", "log_dict"):
-            is_ours = self._kinds[-1] in ("task", "callback")
+            is_ours = self._owners[-1].kind in ("task", "callback")
             return is_ours and getattr(function.value, "id", "") in ("self", *self._list_task_names())
         return function.attr in METHODS
 
     def _list_task_names(self) -> tuple[str, ...]:
         """Return the name of the task parameter in a callback's hook, if any."""
         arguments = self._functions[-1].args.args if self._functions else []
-        return tuple(each.arg for each in arguments[2:3]) if self._kinds[-1] == "callback" else ()
+        return tuple(each.arg for each in arguments[2:3]) if self._owners[-1].kind == "callback" else ()
 
     def _edit_logger_name(self, node: ast.Call) -> None:
         for value in node.args[:1]:

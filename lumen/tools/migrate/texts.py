@@ -12,7 +12,7 @@ import yaml
 
 from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
-from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, format_value, get_change
+from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, get_change
 from lumen.tools.migrate.source import NOTES, EditableSource, MigrationNote
 from lumen.version import DISTRIBUTION
 
@@ -159,10 +159,8 @@ def _edit_commands(source: EditableSource, start: int, end: int) -> Iterator[tup
             names = " and ".join(f"--trainer.{name}" for name in change.arguments)
             yield found.start(), f"--trainer.{found['name']}: write {names}."
             continue
-        values = (
-            found["value"] if new is UNCHANGED else format_value(new, "yaml") for new in change.arguments.values()
-        )
-        options = [f"--trainer.{key}={new}" for key, new in zip(change.arguments, values, strict=True)]
+        texts = change.format_values("yaml", found["value"] or "")
+        options = [f"--trainer.{name}={text}" for name, text in texts.items()]
         behind = found[0][len(found[0].rstrip()) :]
         source.replace(*found.span(), " ".join(options) + behind if options else "")
     for pattern, sentence in _MENTIONS.items():
