@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -86,7 +87,11 @@ def _copy_project(source: Path, to: Path) -> Path:
         left -= min(size, _LINKED_BYTES)
         if left < 0:
             raise _CannotCompareError(f"{source} has more than 2 GB of files. Move the data elsewhere.")
-        os.symlink(os.path.realpath(file), target) if size > _LINKED_BYTES else shutil.copy2(file, target)
+        if size > _LINKED_BYTES:
+            os.symlink(os.path.realpath(file), target)
+        else:
+            shutil.copy2(file, target)
+            os.chmod(target, os.stat(target).st_mode | stat.S_IWUSR)
 
     def list_ignored(folder: str, names: list[str]) -> list[str]:
         target, paths = to / Path(folder).relative_to(source), [Path(folder, name) for name in names]
