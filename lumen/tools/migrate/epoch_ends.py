@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
-from lumen.tools.migrate.source import NOTES, EditableSource, Function, get_last_name
+from lumen.tools.migrate.source import NOTES, AddNote, EditableSource, Function, get_last_name
 
 #: For each hook: the hook that Lumen calls at the same moment, and the step of which Lightning collects the outputs.
 _COUNTERPARTS: Mapping[str, tuple[str, str]] = {
@@ -35,6 +35,7 @@ class _LoggedMean(NamedTuple):
     options: str = ""
 
 
+@final
 class EpochEndEditor:
     """Editor of hooks with the outputs of an epoch.
 
@@ -44,10 +45,10 @@ class EpochEndEditor:
         used: Names that the project uses.
     """
 
-    def __init__(self, source: EditableSource, note: Callable[[ast.AST, str], None], used: frozenset[str]) -> None:
+    def __init__(self, source: EditableSource, note: AddNote, used: frozenset[str]) -> None:
         self._source, self._note, self._used = source, note, used
 
-    def edit_epoch_end(self, method: Function, methods: Mapping[str, Function]) -> bool:
+    def edit(self, method: Function, methods: Mapping[str, Function]) -> bool:
         """Rename a hook that does not read the outputs; move logged means into the step.
 
         Args:

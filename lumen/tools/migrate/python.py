@@ -26,15 +26,24 @@ from lumen.tools.migrate.names import (
     is_module,
 )
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
-from lumen.tools.migrate.source import NOTES, TABLES, EditableSource, Function, MigrationNote, get_last_name
+from lumen.tools.migrate.source import NOTES, TABLES, AddNote, EditableSource, Function, MigrationNote, get_last_name
 
 _REMOVED_ARGUMENTS = {"optimizer_idx", "on_tpu", "using_native_amp", "using_lbfgs"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @final
-class MethodEditor(EpochEndEditor):
-    """Editor of the methods of classes: edits signatures where possible, and notes the other methods."""
+class MethodEditor:
+    """Editor of the methods of classes: edits signatures where possible, and notes the other methods.
+
+    Args:
+        source: The text of the file.
+        note: Function that records a note on a node.
+        used: Names that the project uses.
+    """
+
+    def __init__(self, source: EditableSource, note: AddNote, used: frozenset[str]) -> None:
+        self._source, self._note, self._epoch_ends = source, note, EpochEndEditor(source, note, used)
 
     def edit_methods(self, owner: ast.ClassDef, kind: str) -> None:
         """Edit or note all methods of a class.
@@ -46,7 +55,7 @@ class MethodEditor(EpochEndEditor):
         methods = {each.name: each for each in owner.body if isinstance(each, Function)}
         not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
         for name, method in methods.items():
-            if kind == "task" and self.edit_epoch_end(method, methods):
+            if kind == "task" and self._epoch_ends.edit(method, methods):
                 continue
             if name in not_called:
                 self._note(method, f"Lumen does not call {name}. {not_called[name]}")

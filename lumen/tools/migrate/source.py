@@ -6,7 +6,7 @@ import ast
 import re
 import tomllib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -20,6 +20,7 @@ def read_tables(name: str) -> Mapping[str, Any]:
 TABLES = read_tables("tables")
 NOTES: Mapping[str, str] = TABLES["notes"]
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+AddNote = Callable[[ast.AST, str], None]  # adds a sentence on a node
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 COMMENT = re.compile(r"#[^\r\n]*")
 

@@ -15,7 +15,7 @@ from lumen.tools.migrate.project import ParsedFile
 from lumen.tools.migrate.source import TABLES, EditableSource, MigrationNote, get_last_name, read_tables
 
 _TABLES = read_tables("transformers")
-#: Arguments of `TrainingArguments` that the command translates, and those that change no number.
+#: Arguments of `TrainingArguments` that the command translates, and arguments that change no number.
 TRANSLATED, NEUTRAL = (frozenset(_TABLES[name].split()) for name in ("translated", "neutral"))
 #: Notes on arguments of `TrainingArguments`, and on all other names. A key may hold several names.
 NOTED: Mapping[str, str] = _TABLES["noted"]
@@ -396,7 +396,8 @@ class TrainerEditor:
         kinds = ast.FunctionDef | ast.ClassDef | ast.If
         node = next(each for each in self._file.tree.body
                     if isinstance(each, kinds) or source.get_span(each)[1] > last)  # fmt: skip
-        at = source.find_line_start(source.get_span([*getattr(node, "decorator_list", []), node][0])[0])
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        at = source.find_line_start(source.get_span([*decorators, node][0])[0])
         above = source.text[:at].splitlines(keepends=True)
         while above and above[-1].startswith("#") and not above[-1].startswith(CELL):
             at -= len(above.pop())  # Comments belong to the statement below.
