@@ -1,6 +1,7 @@
 """`lumen migrate --check`: Lightning and Lumen train the same first steps, or the cause of a difference is named."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -240,3 +241,8 @@ def test_check_refuses_a_wrong_command_line(project, words, message):
     code, out, err = run_migrate(".", *words)
     assert code == 2
     assert message in out + err
+
+
+def test_check_copies_no_special_files(project):
+    os.mkfifo("pipe")
+    assert run_migrate(".", "--check", "--", "no-program")[1] == "cannot compare: there is no program no-program.\n"

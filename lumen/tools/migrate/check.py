@@ -67,7 +67,7 @@ def check_project(arguments: Namespace, commands: Sequence[list[str]], edit: Cal
             first = _record_training(LIGHTNING, commands[0], original, copies[0], folder, arguments)
             notes = edit(copies[1])
             second = _record_training(LUMEN, commands[-1], path, copies[1], folder, arguments)
-        except _CannotCompareError as reason:
+        except (_CannotCompareError, OSError) as reason:
             if notes:
                 print("To check by hand:", *notes, sep="\n", file=stderr)
             print(f"cannot compare: {reason}", file=stdout)
@@ -99,8 +99,8 @@ def _copy_project(source: Path, to: Path) -> Path:
         links = [each for each in paths if each.is_symlink() and each.is_dir()]
         for each in links:
             (target / each.name).symlink_to(each.resolve())
-        return [each.name for each in paths if each in links or each.name in _IGNORED or not each.exists()
-                or (each / "pyvenv.cfg").exists()]  # fmt: skip
+        special = {each for each in paths if not (each.is_file() or each.is_dir()) or (each / "pyvenv.cfg").exists()}
+        return [each.name for each in paths if each in {*links, *special} or each.name in _IGNORED]
 
     shutil.copytree(source, to, copy_function=copy, ignore=list_ignored, dirs_exist_ok=True)
     return to
