@@ -323,9 +323,9 @@ class ImportEditor:
                     continue  # All uses are left out.
                 elif not is_module_name or is_ambiguous or uses:
                     short = get_short_name(binding.full)
-                    note = NOTES["stays"] if is_module_name else f"{short}: {find_replacement(binding.full)}"
-                    note = NOTES["ambiguous"] if is_ambiguous else note
-                    left.append((statement.lineno, note.format(binding.local)))
+                    kind = "ambiguous" if is_ambiguous else "stays" if is_module_name else ""
+                    note = NOTES[kind].format(binding.local) if kind else f"{short}: {find_replacement(binding.full)}"
+                    left.append((statement.lineno, note))
                     if isinstance(statement, ast.Import):
                         plain.append(ast.unparse(alias))
                     else:

@@ -243,6 +243,7 @@ SAID = [
     ("L.Fabric()", "no Fabric"),
     ("from lightning.pytorch.utilities import measure_flops", "FlopCounterMode"),
     ("from lightning.pytorch import *", "one by one"),
+    ("from lightning.pytorch.utilities.types import LRSchedulerConfig", "Write a dictionary"),
     ("def f(x, *L): ...", "L has a second meaning in a function of this file. Rename one"),
     ("from lightning.pytorch.cli import OptimizerCallable", "Write Callable[[Iterable], Optimizer]"),
     ("self.trainer.fit_loop.restarting = True", "trainer.progress"),
