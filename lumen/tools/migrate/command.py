@@ -123,7 +123,8 @@ def migrate_project(path: Path) -> list[MigratedFile]:
     for file in files:
         try:
             text, encoding = _read_file(file)
-            notebook = Notebook(text) if file.suffix == ".ipynb" and ANY_LIGHTNING.search(text) else None
+            is_meant = file.suffix == ".ipynb" and (ANY_LIGHTNING.search(text) or "TrainingArguments" in text)
+            notebook = Notebook(text) if is_meant else None
             if file.suffix in (".py", ".pyi") or notebook is not None:
                 code = text if notebook is None else notebook.code
                 tree = ast.parse(code)

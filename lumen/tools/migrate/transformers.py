@@ -219,7 +219,7 @@ class TrainerEditor:
                     self._edit_use(each, texts)
                 elif each.attr in ("train", "evaluate", "save_model"):
                     self._note(each, f"not edited: {target} is built in another function, with its task and loaders.")
-        self._insert_task(_join_lines(_fill("task", texts), _WIDTH), statement)
+        self._insert_task(_join_lines(_fill("task", texts), _WIDTH), own or statement)
         if own is not None:
             self._edit_subclass(own)
         for node in self._trainers.values():
@@ -391,11 +391,13 @@ class TrainerEditor:
             self._note(node, f"{node.attr}: {_SENTENCES[node.attr]}")
 
     def _insert_task(self, lines: list[str], statement: ast.stmt) -> None:
-        """Insert the class after the imports: before the first class, function or use of the trainer."""
+        """Insert the class after the imports: before the first class or function there, or before a statement."""
         source, last = self._source, self._source.get_span(statement)[0]
-        kinds = ast.FunctionDef | ast.ClassDef | ast.If
-        node = next(each for each in self._file.tree.body
-                    if isinstance(each, kinds) or source.get_span(each)[1] > last)  # fmt: skip
+        kinds, body = ast.FunctionDef | ast.ClassDef | ast.If, self._file.tree.body
+        imports = [each for each in body if isinstance(each, ast.Import | ast.ImportFrom)]
+        first = max((end for end in (source.get_span(each)[1] for each in imports) if end < last), default=0)
+        node = next(each for each in body if source.get_span(each)[1] > last
+                    or (isinstance(each, kinds) and source.get_span(each)[0] >= first))  # fmt: skip
         decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
         at = source.find_line_start(source.get_span([*decorators, node][0])[0])
         above = source.text[:at].splitlines(keepends=True)

@@ -1,10 +1,8 @@
 """`lumen migrate`: notebooks, requirements, shell scripts and other texts."""
 
-import json
-
 import pytest
 
-from tests.helpers.migrate import migrate_text, run_migrate, run_migrate_write
+from tests.helpers.migrate import make_notebook, migrate_text, run_migrate, run_migrate_write
 
 REQUIREMENTS = [
     ("requirements.txt", "torch\npytorch-lightning>=2,<3  # loops\nlightning-bolts\n# lightning\n",
@@ -45,15 +43,6 @@ COMMANDS = [
     ("lightning_logs/version_0", "lightning_logs/version_0", "runs/NAME"),
     ("PL_TRAINER_MAX_EPOCHS=3", "PL_TRAINER_MAX_EPOCHS=3", "PL_TRAINER_MAX_EPOCHS: write LUMEN_TRAINER__MAX_EPOCHS."),
 ]
-
-
-def make_notebook(*sources, **layout):
-    cells = [
-        {"cell_type": "code", "execution_count": 1, "metadata": {}, "outputs": [],
-         "source": source.splitlines(keepends=True)} for source in sources
-    ]  # fmt: skip
-    content = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(content, **{"indent": 1, "ensure_ascii": False} | layout) + "\n"
 
 
 @pytest.mark.parametrize(("name", "before", "after"), REQUIREMENTS)

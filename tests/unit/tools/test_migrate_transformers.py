@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import Seq2SeqTrainingArguments, TrainerCallback
 
 from lumen.tools.migrate.transformers import EVENTS, NEUTRAL, NOTED, NOTES, TRANSLATED
 from tests.helpers import ROOT
-from tests.helpers.migrate import run_migrate, run_migrate_write
+from tests.helpers.migrate import make_notebook, migrate_text, run_migrate, run_migrate_write
 
 PAGE = ROOT / "docs/migration/from-transformers.md"
 NAMED = {name for names in NOTED for name in names.split()}
@@ -209,6 +210,15 @@ def test_a_second_run_prints_no_edit(tmp_path):
     code, diff, said = run_migrate(tmp_path)
     assert (code, diff) == (0, "")
     assert said == "nothing to edit; 0 places to check by hand\n"
+
+
+def test_a_notebook_gets_the_task_after_the_imports(tmp_path):
+    sources = ["def f(): ...", SCRIPT.format(imports="Trainer, TrainingArguments", arguments="", more="", after="")]
+    text, notes = migrate_text(tmp_path, make_notebook(*sources), "a.ipynb")
+    code = ["".join(cell["source"]) for cell in json.loads(text)["cells"]]
+    assert code[0] == "def f(): ..."
+    assert code[1].index("import lumen") < code[1].index("class ModelTask") < code[1].index("trainer = lumen.Trainer(")
+    assert notes == []
 
 
 CALLBACK = """\
