@@ -125,6 +125,10 @@ class AimLogger(Service):
         """Name of the experiment; None: Aim's default experiment."""
         return self._experiment
 
+    def describe_library_use(self) -> str:
+        """Return how to continue the Aim run."""
+        return f", or write aim.Run({self._id!r}, repo={self._repo_path!r})"
+
     def disconnect(self, status: str) -> None:
         """Set the status of the Aim run and close it."""
         self._writer["status"] = status
@@ -135,8 +139,9 @@ class AimLogger(Service):
         if not str(place).startswith("aim://"):
             place = expand_path(place)
             place.mkdir(parents=True, exist_ok=True)
+        self._repo_path = str(place)
         return self._aim.Run(
-            run_hash, repo=str(place), experiment=self._experiment, system_tracking_interval=None,
+            run_hash, repo=self._repo_path, experiment=self._experiment, system_tracking_interval=None,
             log_system_params=False, capture_terminal_logs=False,
         )  # fmt: skip
 

@@ -165,6 +165,11 @@ class MLFlowLogger(Service):
         getattr(self._writer, method)(self.version, content, _clean_name(path))
 
     @property
+    def experiment(self) -> Any:
+        """`MlflowClient`, in a run and also after the run, in the first process; otherwise as in `Service`."""
+        return self._writer if self.has_ended else super().experiment
+
+    @property
     def name(self) -> str | None:
         """Id of the experiment; None before `fit`, and in all processes but the first."""
         return self._experiment_id

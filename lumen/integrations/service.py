@@ -38,7 +38,7 @@ class Service(Logger):
         prefix: Prefix of all value names, before a "-".
 
     Attributes:
-        is_open: True while there is a record: in `fit`, in the first process.
+        is_open: True while there is a record: in a run, in the first process.
     """
 
     #: Name of the service in texts, and name of the file in the run directory that stores the run's id.
@@ -48,7 +48,7 @@ class Service(Logger):
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = f"{prefix}-" if prefix else ""
-        self._directory: Path | None = None  # set in `fit`, in the first process
+        self._directory: Path | None = None  # set in a run, in the first process
         self._id: str | None = None
         self._writer: Any = None  # the library's object, set by `connect`
         self._step = 0
@@ -58,7 +58,7 @@ class Service(Logger):
             tuple[str, int], set[float | None]
         ] = {}  # values of the service that metrics.csv lacks
         self._missed_saves = 0
-        self.is_open = self._has_missing_values = self._is_marked = self._has_failed = self._has_warned = False
+        self.is_open = self._has_missing_values = self._is_marked = self._has_failed = False
         self._before_fit: dict[str, Any] = {}
         self._deferred = DeferredWriter(type(self).__name__)
 
@@ -118,7 +118,9 @@ class Service(Logger):
             ConfigError: The service cannot begin the record of a new run.
         """
         self._directory, self._is_resumed = directory, resumed
-        self._step, self._names, self._pending_calls, self._missed_saves = 0, {}, {}, 0
+        self._names, self._missed_saves, self._notes_changes = {}, 0, False
+        if not resumed:  # An evaluation after `fit` must not repeat values of an earlier part either.
+            self._step, self._pending_calls = 0, {}
         self.is_open = self._has_missing_values = self._is_marked = self._has_failed = False
         if resumed:
             self._has_missing_values = not self.attempt(self._connect_once)
@@ -136,18 +138,14 @@ class Service(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Object of the library, in `fit` and in the first process.
+        """Object of the library, in a run and in the first process.
 
-        Calls before `fit` are made once `fit` begins, and return nothing. Other calls do nothing.
+        Calls before the run are made once it begins, and return nothing. Other calls do nothing.
         """
         if self.is_open:
             return self._writer
-        if self.run_directory is None and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%s.experiment was used outside of fit: its calls return nothing, and wait until fit begins.",
-                type(self).__name__,
-            )
+        if self.has_ended:
+            self.warn_of_end("experiment")
         return self._deferred if self.run_directory is None else NullWriter()
 
     @explain_wrong_calls
@@ -205,7 +203,7 @@ class Service(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Send rows of the CSV files that the service lacks; the files are cut back to the checkpoint already."""
-        self._step = state["step"]
+        self._step, self._notes_changes = state["step"], True
         if self.is_open:
             self._has_missing_values = not self.attempt(self._send_missing)
 
@@ -257,7 +255,7 @@ class Service(Logger):
         changed = {
             name for name in recorded if not above and _as_finite(row[name]) not in self._pending_calls[name, step]
         }
-        if changed:
+        if changed and self._notes_changes:
             self._mark_rollback(step)
         if new := {name: value for name, value in row.items() if name not in recorded - changed}:
             self.send(new, step)
@@ -285,6 +283,7 @@ class Service(Logger):
             row = self._prefix_values(above, values)
             self._send_new(row, step, above)
             written |= {(name, step) for name in row}
+        written = {pair for pair in written if pair[1] < self._step}  # The newest step may have more values.
         self._pending_calls = {pair: values for pair, values in self._pending_calls.items() if pair not in written}
 
 

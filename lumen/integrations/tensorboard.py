@@ -96,10 +96,12 @@ class TensorBoardLogger(RunDirectoryLogger):
 
     @property
     def experiment(self) -> Any:
-        """`SummaryWriter`, in `fit` and in the first process.
+        """`SummaryWriter`, in a run and in the first process.
 
-        Calls before `fit` are made once `fit` begins. Other calls do nothing.
+        Calls before the run are made once it begins. Other calls do nothing.
         """
+        if self.has_ended:
+            self.warn_of_end("experiment")
         if self._directory is None:
             return self._deferred if self.run_directory is None else NullWriter()
         if self._writer is None:
@@ -208,6 +210,10 @@ class TensorBoardLogger(RunDirectoryLogger):
                 path.unlink()
             elif path.stat().st_size > size:
                 os.truncate(path, size)
+
+    def describe_library_use(self) -> str:
+        """Return how to write further events."""
+        return f", or write torch.utils.tensorboard.SummaryWriter('{self.log_dir}/tensorboard')"
 
     def finalize(self, status: str) -> None:
         """Close the event file."""

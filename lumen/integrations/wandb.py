@@ -181,6 +181,12 @@ class WandbLogger(Service):
         """Name of the W&B run; None before `fit`."""
         return self._name or (None if self.run_directory is None else self.run_directory.name)
 
+    def describe_library_use(self) -> str:
+        """Return how to continue the W&B run."""
+        where = {"entity": self._writer.entity, "project": self._writer.project, "dir": self.log_dir}
+        given = ", ".join(f"{name}={value!r}" for name, value in where.items() if value)
+        return f", or write wandb.init(id={self._id!r}, resume='allow', {given})"
+
     def disconnect(self, status: str) -> None:
         """End the W&B run, unless it belongs to the user."""
         for module, _ in self._watched:
