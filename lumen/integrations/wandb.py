@@ -127,7 +127,8 @@ class WandbLogger(Service):
 
         newest = Path(self._writer.settings.sync_file).absolute()
         uploaded = math.inf if self._writer.offline else self._writer.starting_step
-        files = sorted(path.absolute() for path in newest.parents[1].glob(f"*run-*-{self._writer.id}/{newest.name}"))
+        # W&B adds "-1" to the name of the second folder in a second.
+        files = sorted(path.absolute() for path in newest.parents[1].glob(f"*run-*-{self._writer.id}*/{newest.name}"))
         return [row for path in files for row in read_history(path) if path == newest or row[0] < uploaded]
 
     def send(self, values: Mapping[str, Any], step: int) -> None:

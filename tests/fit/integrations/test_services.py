@@ -359,20 +359,6 @@ def test_abandoned_branches_are_sent_again_and_marked(tmp_path, database_uri):
     assert of_aims["lumen"] == {"recorded_again_from_step": 6}
 
 
-def test_service_outside_fit_warns_once_and_records_nothing(tmp_path, caplog):
-    class Shown(Regression):
-        def validation_step(self, batch):
-            self.logger.experiment.log({"x": 1})
-            self.logger.log_image("x", torch.zeros(2, 2), 0)
-            super().validation_step(batch)
-
-    logger = lumen.WandbLogger()
-    trainer = lumen.Trainer(default_root_dir=tmp_path, logger=logger, enable_progress_bar=False)
-    trainer.validate(Shown(), loader())
-    assert caplog.text.count("WandbLogger.experiment was used outside of fit: its calls return nothing, and wait") == 1
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_configured_services_resume_from_the_command_line(tmp_path, monkeypatch, database_uri):
     monkeypatch.chdir(tmp_path)
