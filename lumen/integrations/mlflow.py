@@ -57,6 +57,7 @@ class MLFlowLogger(Service):
 
     title = "MLflow"
     file = "mlflow.json"
+    has_client = True
     INSTEAD: ClassVar[Mapping[str, str]] = {"log_model": UPLOADING}
 
     @check_arguments
@@ -165,19 +166,11 @@ class MLFlowLogger(Service):
         getattr(self._writer, method)(self.version, content, _clean_name(path))
 
     @property
-    def experiment(self) -> Any:
-        """`MlflowClient`, in a run and also after the run, in the first process; otherwise as in `Service`."""
-        return self._writer if self.has_ended else super().experiment
-
-    @property
     def name(self) -> str | None:
         """Id of the experiment; None before `fit`, and in all processes but the first."""
         return self._experiment_id
 
-    @property
-    def experiment_id(self) -> str | None:
-        """Id of the experiment, as `name`."""
-        return self._experiment_id
+    experiment_id = name
 
     @property
     def run_id(self) -> str:

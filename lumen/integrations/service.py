@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
@@ -14,7 +15,7 @@ from lumen.errors import ConfigError
 from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
 from lumen.internals.atomic_files import replace_file
 from lumen.internals.masking import mask_secrets
-from lumen.loggers.base import DeferredWriter, Logger, NullWriter, as_hyperparameters, explain_wrong_calls
+from lumen.loggers.base import DeferredWriter, Logger, as_hyperparameters, explain_wrong_calls
 from lumen.loggers.csv import read_rows
 
 UPLOADING = (
@@ -44,6 +45,8 @@ class Service(Logger):
     #: Name of the service in texts, and name of the file in the run directory that stores the run's id.
     title: ClassVar[str]
     file: ClassVar[str]
+    #: True if the library's object is a client, which is usable after the run too.
+    has_client: ClassVar[bool] = False
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
     def __init__(self, prefix: str = "") -> None:
@@ -142,11 +145,8 @@ class Service(Logger):
 
         Calls before the run are made once it begins, and return nothing. Other calls do nothing.
         """
-        if self.is_open:
-            return self._writer
-        if self.has_ended:
-            self.warn_of_end("experiment")
-        return self._deferred if self.run_directory is None else NullWriter()
+        is_usable = self.is_open or (self.has_client and self.has_ended)
+        return self._writer if is_usable else self._get_idle_writer(self._deferred)
 
     @explain_wrong_calls
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -285,6 +285,17 @@ class Service(Logger):
             written |= {(name, step) for name in row}
         written = {pair for pair in written if pair[1] < self._step}  # The newest step may have more values.
         self._pending_calls = {pair: values for pair, values in self._pending_calls.items() if pair not in written}
+
+
+def as_plain(value: Any) -> Any:
+    """Convert a value to numbers, texts, lists and dictionaries, which services store; other objects become text."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): as_plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _as_finite(value: Any) -> float | None:

@@ -23,7 +23,6 @@ from lumen.internals.optional_packages import import_optional
 from lumen.loggers.base import (
     Array,
     DeferredWriter,
-    NullWriter,
     RunDirectoryLogger,
     as_array,
     as_hyperparameters,
@@ -100,10 +99,8 @@ class TensorBoardLogger(RunDirectoryLogger):
 
         Calls before the run are made once it begins. Other calls do nothing.
         """
-        if self.has_ended:
-            self.warn_of_end("experiment")
         if self._directory is None:
-            return self._deferred if self.run_directory is None else NullWriter()
+            return self._get_idle_writer(self._deferred)
         if self._writer is None:
             self._writer = self._make_writer(self._directory / f"events.out.tfevents.{self._part:05d}.lumen")
             self._part += 1

@@ -13,9 +13,9 @@ import numpy as np
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, expand_path
 from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB
-from lumen.integrations.service import UPLOADING, Service
+from lumen.integrations.service import UPLOADING, Service, as_plain
 from lumen.internals.optional_packages import import_optional
-from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls, flatten_entries
+from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls
 
 _STEP = "trainer/global_step"
 
@@ -138,7 +138,7 @@ class WandbLogger(Service):
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Update the config."""
-        self._writer.config.update(_as_plain(params), allow_val_change=True)
+        self._writer.config.update(as_plain(params), allow_val_change=True)
 
     @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
@@ -201,15 +201,3 @@ class WandbLogger(Service):
             from lumen.integrations.wandb_files import wait_for_end
 
             wait_for_end(Path(self._writer.settings.sync_file))  # A run that resumes at once must find all records.
-
-
-def _as_plain(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries in which values that JSON lacks are text."""
-    plain: dict[str, Any] = {}
-    for path, value in flatten_entries(params, "\0"):
-        *above, name = path.split("\0")
-        place = plain
-        for each in above:
-            place = place.setdefault(each, {})
-        place[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
-    return plain

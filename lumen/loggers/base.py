@@ -168,7 +168,7 @@ class Logger(LightningAttributeErrors, ABC):
             warnings.warn(  # Outside of a run Lumen's logger shows nothing.
                 f"{type(self).__name__}.{name} does nothing here, because the run has ended. Call it in a hook of fit, "
                 f"validate or test, such as on_fit_end or on_test_end{self.describe_library_use()}.",
-                stacklevel=3,
+                stacklevel=4 if name == "experiment" else 3,
             )
 
     def describe_library_use(self) -> str:
@@ -261,6 +261,12 @@ class Logger(LightningAttributeErrors, ABC):
         Outside of a run, and in all processes but the first, calls on the object do nothing.
         """
         return None
+
+    def _get_idle_writer(self, deferred: DeferredWriter) -> DeferredWriter | NullWriter:
+        """Return the object for `experiment` outside of a run; after a run with a warning."""
+        if self.has_ended:
+            self.warn_of_end("experiment")
+        return deferred if self.run_directory is None else NullWriter()
 
     @property
     def save_dir(self) -> str | None:

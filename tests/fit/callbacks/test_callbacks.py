@@ -193,7 +193,10 @@ def test_epoch_schedule_rejects_per_step_monitor(tmp_path):
 @pytest.mark.parametrize("count", ["step", "epoch"])
 def test_counters_as_monitors_raise_with_a_fix(tmp_path, count):
     """`ModelCheckpoint` has these monitors, as in Lightning; `test_model_checkpoint.py` has its test."""
-    data, words = DataLoader(TensorDataset(torch.arange(4.0)), 2), f"{count}' is a counter.*write Trainer.max_{count}s=N"
+    data, words = (
+        DataLoader(TensorDataset(torch.arange(4.0)), 2),
+        f"{count}' is a counter.*write Trainer.max_{count}s=N",
+    )
     with pytest.raises(ConfigError, match=f"EarlyStopping: the monitor '{words}"):
         bare_trainer(tmp_path, max_epochs=3, callbacks=[lumen.EarlyStopping(count)]).fit(PerStep(), data)
     with pytest.raises(ConfigError, match=f"lr_scheduler: the monitor '{words}"):

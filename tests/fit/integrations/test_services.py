@@ -31,7 +31,7 @@ from tests.helpers.services import (
     read_wandb,
     read_wandb_records,
 )
-from tests.helpers.tasks import Regression, loader
+from tests.helpers.tasks import Regression
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader"),  # a warning of SQLAlchemy about MLflow

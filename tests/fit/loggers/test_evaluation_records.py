@@ -50,7 +50,11 @@ def test_evaluations_after_fit_continue_its_record(tmp_path):
     trainer = fit(tmp_path, make_loggers())
     values = evaluate(trainer)
     assert values.keys() == {"val_loss", "test_loss"}
-    rows, events, sent = read_csv(trainer.run_directory), read_scalars(trainer.run_directory), read_wandb(tmp_path / "runs/run")
+    rows, events, sent = (
+        read_csv(trainer.run_directory),
+        read_scalars(trainer.run_directory),
+        read_wandb(tmp_path / "runs/run"),
+    )
     for name, value in values.items():
         assert sent[name] == [(4, value)]
         assert rows[name] == events[name] == [(4, float(torch.tensor(value)))]
@@ -151,12 +155,19 @@ def test_names_and_steps_are_those_of_lightning(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    Ours = type("Ours", (lumen.TaskModule,), {
-        name: vars(Theirs)[name] for name in ("training_step", "test_step", "configure_optimizers")
-    } | {"__init__": lambda self: (lumen.TaskModule.__init__(self), setattr(self, "layer", nn.Linear(6, 1)), None)[-1]})  # fmt: skip
+    class Ours(lumen.TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+
+        training_step, test_step = Theirs.training_step, Theirs.test_step
+        configure_optimizers = Theirs.configure_optimizers
+
     found = []
     for library, task in ((pl, Theirs()), (lumen, Ours())):
-        logger = library.loggers.CSVLogger(tmp_path / "pl", "x") if library is pl else lumen.CSVLogger(tmp_path / "l", "x")
+        logger = (
+            library.loggers.CSVLogger(tmp_path / "pl", "x") if library is pl else lumen.CSVLogger(tmp_path / "l", "x")
+        )
         options = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -180,7 +191,7 @@ def test_names_and_steps_are_those_of_lightning(tmp_path):
          r"validate or test, such as on_fit_end or on_test_end, or write torch\.utils\.tensorboard\.SummaryWriter\('"),
         (lambda: lumen.WandbLogger(offline=True), lambda of: of.experiment.log({"x": 1}),
          r"or write wandb\.init\(id='\w+', resume='allow', .*project='lumen', dir='"),
-        (lumen.CSVLogger, lambda of: of.log_metrics({"x": 1}), r"CSVLogger\.log_metrics does nothing here.*on_test_end\.$"),
+        (lumen.CSVLogger, lambda of: of.log_metrics({"x": 1}), r"CSVLogger\.log_metrics does.*on_test_end\.$"),
     ],
     ids=["tensorboard", "wandb", "csv"],
 )  # fmt: skip
