@@ -161,6 +161,10 @@ class Logger(LightningAttributeErrors, ABC):
     has_ended = False
     has_warned = False  # True if a call outside of a run has caused its warning
 
+    def note_state(self, *, has_ended: bool) -> None:
+        """Note in the first process that a record begins or has ended."""
+        self.has_ended, self.has_warned = has_ended, False
+
     def warn_of_end(self, name: str) -> None:
         """Warn once that a call after the end of the run does nothing."""
         if not self.has_warned:

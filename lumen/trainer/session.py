@@ -437,7 +437,7 @@ def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None
     checkpoint = session.run.checkpoint if session.trains and session.trainer.origin.keeps_directory else None
     known = () if checkpoint is None else checkpoint.state["loggers"]
     for logger in session.loggers:  # Without a state the length of its record is unknown.
-        logger.has_ended = logger.has_warned = False
+        logger.note_state(has_ended=False)
         logger.open(directory, resumed=session.resumes_record or logger.state_key in known)
         closing.push(partial(_finalize_logger, logger))
     if not (session.trains or session.resumes_record):
@@ -592,7 +592,7 @@ def _is_directory_kept(trainer: Trainer) -> bool:
 def _finalize_logger(logger: Logger, kind: Any, error: BaseException | None, traceback: Any) -> None:
     """Finalize a logger with the status of the run: "success", "interrupted" or "failed"."""
     logger.finalize("success" if error is None else "interrupted" if _is_stop_by_signal(error) else "failed")
-    logger.has_ended = True
+    logger.note_state(has_ended=True)
 
 
 def _is_stop_by_signal(error: BaseException) -> bool:
