@@ -447,6 +447,7 @@ ATTRIBUTES = {
     "optimizer_frequencies": "Set automatic_optimization = False, and step each optimizer in training_step.",
     "precision_plugin": "Read trainer.run.precision.",
     "predict_loop": "trainer.predict returns the predictions.",
+    "request_agreement": "Call trainer.request_stop_vote, its new name.",
     "request_dataloader": "Call the method of the data module or the task.",
     "resume_from_checkpoint": "Read trainer.ckpt_path.",
     "run_stage": "Call trainer.fit, validate, test or predict.",
