@@ -31,6 +31,7 @@ from lumen.distributed.restarts import can_be_restarted, get_restart, make_step_
 from lumen.distributed.worker import is_worker, report_steps_with
 from lumen.errors import LumenError
 from lumen.errors.arguments import suggest_names
+from lumen.internals.hydra import has_trainer_group, repeat_words
 from lumen.internals.stop_signals import REQUEUE_EXIT_CODE
 from lumen.run.goodput import goodput
 from lumen.run.run import Run
@@ -58,12 +59,15 @@ def format_resume_command(run_directory: Path, command: str, beyond: tuple[str, 
     if not in_notebook and command and (config := run_directory / "config.yaml").exists():
         further = f" --trainer.{beyond[0]} {beyond[1]}" if beyond else ""
         return f"{command} --config {shlex.quote(str(config))} --trainer.resume auto{further}"
+    if has_trainer_group():
+        limit = [f"++trainer.{beyond[0]}={json.dumps(beyond[1])}"] if beyond else []
+        return shlex.join([Path(sys.executable).name, *repeat_words("++trainer.resume=auto", *limit)])
     further = f", {beyond[0]}={json.dumps(beyond[1])}" if beyond else ""
     name = json.dumps(run_directory.name, ensure_ascii=False)
     trainer = f'Trainer(..., name={name}, resume="auto"{further})'
     if in_notebook or beyond:
         return f"{trainer}.fit(...)"
-    script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
+    script = shlex.join([Path(sys.executable).name, *repeat_words()])
     return f"{script}   # with {trainer}"
 
 
