@@ -54,8 +54,8 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
 BEGINNING = """# Lightning's names
 
 The public names of Lightning {version}, and names of older versions, each with its counterpart in Lumen.
-"Same" names have the same meaning. Each other name is an error with the text that is shown, or a
-difference. `Class(name)` and `method(name)` are arguments.
+"Same" names have the same meaning. The tables list all other names: each is an error with this text,
+or a difference. `(name)` is an argument of the class, and `method(name)` of a method.
 """
 
 

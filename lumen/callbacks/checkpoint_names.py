@@ -1,24 +1,28 @@
-"""Path of a step's checkpoint, and the search for lost checkpoints."""
+"""Folder of a run's checkpoints, path of a step's checkpoint, and the search for lost checkpoints."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import PurePath
+from itertools import chain, count
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch
 
 from lumen.callbacks.callback_trainer import CallbackTrainer
-from lumen.checkpoint.format.folder import find_unread, read_info
+from lumen.checkpoint.format.folder import find_newest_committed, find_unread, read_info
 from lumen.checkpoint.format.manifest import is_committed
-from lumen.checkpoint.format.storage import as_local_path
+from lumen.checkpoint.format.storage import as_local_path, as_path_or_url, get_storage
 from lumen.errors import CheckpointDamaged
+from lumen.internals.atomic_files import write_private
 
 Moment = tuple[int, int, int, bool]
 Saver = TypeVar("Saver")
+_FOLDERS = "dirpath.json"  # in the run directory, if the run could not use `dirpath`
 
 
 def can_rank_checkpoints(settings: Mapping[str, Any]) -> bool:
@@ -61,6 +65,31 @@ def locate_checkpoint(trainer: CallbackTrainer, folder: PurePath) -> tuple[PureP
                 return path, True
             later = max(later, int(found[1] or 0))
     return folder / (name if later < 0 else f"{name}-{later + 1}"), False
+
+
+def locate_folder(home: Path, given: PurePath | None) -> PurePath:
+    """Return the folder of a run's checkpoints for the `dirpath` of a `ModelCheckpoint`.
+
+    Args:
+        home: The run directory, which may not exist.
+        given: The argument `dirpath`, or None.
+    """
+    return home / "checkpoints" if given is None else as_path_or_url(_read_folders(home).get(str(given), given))
+
+
+def choose_folder(home: Path, given: PurePath) -> None:
+    """Let a new run save in `GIVEN-2` or `GIVEN-3`, ..., if `given` contains checkpoints of a different run."""
+    names = chain([given.name], (f"{given.name}-{number}" for number in count(2)))
+    chosen = next(each for name in names if find_newest_committed(each := given.with_name(name)) is None)
+    if chosen != given:
+        get_storage(chosen).check_writable(chosen)
+        write_private(home / _FOLDERS, json.dumps(_read_folders(home) | {str(given): str(chosen)}))
+
+
+def _read_folders(home: Path) -> dict[str, str]:
+    with suppress(FileNotFoundError):
+        return dict(json.loads((home / _FOLDERS).read_text(encoding="utf-8")))
+    return {}
 
 
 def is_same_path(folder: PurePath, other: PurePath) -> bool:

@@ -15,7 +15,6 @@ from lumen.callbacks.checkpoint_names import as_score
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.task.task_module import TaskModule
 
 
@@ -50,7 +49,6 @@ class EarlyStopping(Callback):
     """
 
     may_stop_at_steps = False  # `on_step_end` requests an agreement when it stops.
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["EarlyStopping"]
 
     @check_arguments
     def __init__(

@@ -13,7 +13,6 @@ from lumen.callbacks.base import Callback
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.optim import MultiOptimizer
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ class BaseFinetuning(Callback, ABC):
     group unchanged. Others, such as `StepLR`, change it too. A checkpoint contains the groups and the frozen state, so
     a resumed run continues exactly, under any strategy.
     """
-
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["BaseFinetuning"]
 
     @abstractmethod
     def freeze_before_training(self, task: TaskModule) -> None:

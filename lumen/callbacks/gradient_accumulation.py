@@ -9,7 +9,6 @@ from typing import final
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.run.plan import Plan, format_by_epoch, parse_accumulation
 
 _NAME = "GradientAccumulationScheduler: scheduling"
@@ -27,21 +26,21 @@ class GradientAccumulationScheduler(Callback):
         ConfigError: An epoch is negative, a number is less than 1, or the dictionary is empty.
     """
 
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["GradientAccumulationScheduler"]
-
     @check_arguments
     def __init__(self, scheduling: dict[int, int]) -> None:
         parse_accumulation(_NAME, scheduling)
         self.scheduling = scheduling
 
 
-def apply_accumulation_schedule(plan: Plan, callbacks: Iterable[Callback], replaced: Iterable[Callback] = ()) -> Plan:
+def apply_accumulation_schedule(
+    plan: Plan, callbacks: Iterable[Callback], replaced: Iterable[Callback] | None = None
+) -> Plan:
     """Return the plan with the accumulation of a `GradientAccumulationScheduler`, if there is one.
 
     Args:
         plan: The run's plan according to the trainer's arguments.
         callbacks: All callbacks of the run.
-        replaced: Replaced callbacks, whose accumulation the plan may contain.
+        replaced: Replaced callbacks, if the plan may already have the accumulation of a callback; None: it has not.
 
     Raises:
         ConfigError: Two sources set the size of a step: the trainer's arguments and a callback, or two callbacks.
@@ -49,7 +48,7 @@ def apply_accumulation_schedule(plan: Plan, callbacks: Iterable[Callback], repla
     schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
     if not schedules:
         return plan
-    if any(isinstance(each, GradientAccumulationScheduler) for each in replaced):
+    if any(isinstance(each, GradientAccumulationScheduler) for each in replaced or ()):
         plan = replace(plan, accumulate={0: 1})
     if len(schedules) > 1:
         raise ConfigError("callbacks: there are two GradientAccumulationSchedulers. Remove one of the two.")
@@ -59,7 +58,7 @@ def apply_accumulation_schedule(plan: Plan, callbacks: Iterable[Callback], repla
             f"global_batch_size: {plan.global_batch_size} and GradientAccumulationScheduler({schedules[0]}) both set "
             "the size of a step. Remove one of the two."
         )
-    if plan.accumulate not in ({0: 1}, accumulate):
+    if plan.accumulate != {0: 1} and (replaced is None or plan.accumulate != accumulate):
         raise ConfigError(
             f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)} and "
             f"GradientAccumulationScheduler({schedules[0]}) both set the size of a step. Remove one of the two."

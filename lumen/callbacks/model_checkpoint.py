@@ -28,7 +28,7 @@ from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
+from lumen.errors.lightning_names import INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
 from lumen.run.plan import Duration, parse_duration_s
 from lumen.task.task_module import TaskModule
 
@@ -77,9 +77,9 @@ class ModelCheckpoint(Callback):
         save_top_k: Number of best checkpoints to keep by the monitor; 0: none, and no checkpoint is known as the best;
             -1: all.
         keep_every_n_steps: Keep checkpoints whose step is a multiple of n.
-        dirpath: Directory or URL of the checkpoints. Default: `checkpoints` in the run directory. Each run needs its
-            own directory. A URL may be any that fsspec can write to: `s3://` and `gs://` need
-            `pip install 'lumen-train[remote]'`.
+        dirpath: Directory or URL of the checkpoints. Default: `checkpoints` in the run directory. If a new run finds
+            checkpoints of a different run there, it saves in `DIRPATH-2`, `DIRPATH-3` and so on. A URL may be any that
+            fsspec can write to: `s3://` and `gs://` need `pip install 'lumen-train[remote]'`.
         asynchronous: True: training waits for the copy only. False: training waits for the commit. Default: True for a
             URL, and for 16 MiB or more (each tensor counts 16 KiB extra), but only if the copy takes at most half of
             the machine's free memory; otherwise False. A process that copies keeps host memory of the size of its share
@@ -94,7 +94,6 @@ class ModelCheckpoint(Callback):
 
     INSTEAD, NEUTRAL = INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
     COUNTS = ("step", "epoch")  # monitors that need not be logged
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["ModelCheckpoint"]
 
     @check_arguments
     def __init__(
@@ -189,15 +188,17 @@ class ModelCheckpoint(Callback):
         newest = None if self.dirpath is None else find_newest_committed(self.dirpath)
         return "" if newest is None else str(newest)
 
+    def use_folder(self, folder: PurePath) -> None:
+        """Set the directory of the next run's checkpoints, which `locate_folder` has found."""
+        self.dirpath = folder
+
     def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
-        """Reset the callback and find the directory for checkpoints."""
+        """Reset the callback."""
         if stage != "fit":
             return
         self.scores, self._score = {}, None
         other_savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
         self._shares_monitor = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in other_savers)
-        if self.given_dirpath is None and trainer.run_directory is not None:
-            self.dirpath = trainer.run_directory / "checkpoints"
 
     def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Start the clock, and finish work that a killed process left undone after its commit."""
@@ -207,20 +208,19 @@ class ModelCheckpoint(Callback):
                 "ModelCheckpoint: ignoring filename=%r, since Lumen names the checkpoints in %s step-NNNNNNNN. Read "
                 "best_model_path, best_k_models or last_model_path", self.filename, self.dirpath,
             )  # fmt: skip
+        if self.given_dirpath not in (None, self.dirpath) and trainer.is_global_zero:
+            _log.warning(
+                "%s contains checkpoints of a different run: this run saves in %s", self.given_dirpath, self.dirpath
+            )
         self._known_paths: set[PurePath] = set()  # on rank 0: the checkpoints found by the last search
         savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._callbacks_of_run = [each for each in savers if each.dirpath is not None]
         self._saved_at_s, self._epoch = trainer.run.ending.vote.now_s, trainer.current_epoch
         self._reserve_at_s = self._saved_at_s + self._get_reserve_delay_s(trainer)
         resumed = trainer.run.checkpoint
-        newest, lost = trainer.processes.run_on_rank_zero(self._scan_folder)
-        if not (newest is None or trainer.run.saves.keeps_directory or (resumed and resumed.path == newest)):
-            raise ConfigError(
-                f"ModelCheckpoint: {self.dirpath} contains checkpoints of a different run. Choose a different "
-                'dirpath, or resume from these checkpoints with Trainer(resume="auto").'
-            )
-        if self.given_dirpath is not None:  # The run directory was cleaned when the run locked it.
-            trainer.processes.run_on_rank_zero(partial(clean_leftovers, self.given_dirpath))
+        lost = trainer.processes.run_on_rank_zero(self._find_lost)
+        if self.given_dirpath is not None and self.dirpath is not None:  # The lock of the run cleans its own directory.
+            trainer.processes.run_on_rank_zero(partial(clean_leftovers, self.dirpath))
         is_over = resumed is not None and trainer.run.ending.limit_reached is not None
         if is_over and self.at_end and self.dirpath is not None:  # The checkpoint of this moment is saved below.
             lost -= {self._locate_checkpoint(trainer)[0].name}
@@ -363,12 +363,11 @@ class ModelCheckpoint(Callback):
             return min(_SHORT_RUN_S, self.train_time_interval_s / 2)
         return self.train_time_interval_s / 2
 
-    def _scan_folder(self) -> tuple[PurePath | None, set[str]]:
-        """Return the newest checkpoint in `dirpath`, and the names with a score that are removed or damaged."""
+    def _find_lost(self) -> set[str]:
+        """Return the names with a score whose checkpoints are removed or damaged."""
         if self.dirpath is None:
-            return None, set(self.scores)
-        lost = find_lost_checkpoints(self.dirpath, self.scores, self._rank_scores(), max(1, self.save_top_k))
-        return find_newest_committed(self.dirpath), lost
+            return set(self.scores)
+        return find_lost_checkpoints(self.dirpath, self.scores, self._rank_scores(), max(1, self.save_top_k))
 
     def _prune(self, trainer: CallbackTrainer, newest: PurePath) -> None:
         """Remove checkpoints that no rule of any `ModelCheckpoint` keeps; the newest is committed already."""

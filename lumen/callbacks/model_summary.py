@@ -17,7 +17,6 @@ from lumen.callbacks.display import format_number
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.metrics.torchmetrics_states import find_metrics
 
 if TYPE_CHECKING:
@@ -101,8 +100,6 @@ class ModelSummary(Callback):
     Args:
         max_depth: Levels of modules to list; 0: the totals only; -1: all.
     """
-
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["ModelSummary"]
 
     @check_arguments
     def __init__(self, max_depth: int = 1) -> None:

@@ -17,7 +17,6 @@ from lumen.callbacks.throughput import Throughput, measure_memory_mb
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.internals.compiler import is_compiled
 from lumen.internals.optional_packages import import_optional
 from lumen.task.task_module import TaskModule
@@ -227,7 +226,6 @@ class LearningRateMonitor(Callback):
     """
 
     NONE_IS_DEFAULT = True
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["LearningRateMonitor"]
 
     @check_arguments
     def __init__(

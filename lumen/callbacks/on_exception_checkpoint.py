@@ -17,7 +17,6 @@ from lumen.checkpoint.format.storage import as_path_or_url, path_exists
 from lumen.console import logger as _log
 from lumen.errors import NonFiniteLoss
 from lumen.errors.arguments import check_arguments
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.run.plan import Progress
 from lumen.task.task_module import TaskModule
 
@@ -42,8 +41,6 @@ class OnExceptionCheckpoint(Callback):
         dirpath: Directory for all these checkpoints, as `exception-step-N`. Default: the directory of the run's
             checkpoints.
     """
-
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["OnExceptionCheckpoint"]
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "filename": "Lumen names the checkpoint by its step: step-N, or exception-step-N."

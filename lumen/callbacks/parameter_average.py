@@ -17,7 +17,6 @@ from lumen.console import logger as _log
 from lumen.data.nested import fill_tensor
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.strategies import sync_buffers
 from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Averages, Place, find_places
@@ -189,8 +188,6 @@ class EMA(ParameterAverage):
         ConfigError: A value is out of range.
     """
 
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["EMA"]
-
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "device": "Leave it out: the average is on the devices of the parameters, sharded under FSDP.",
         "avg_fn": "Leave it out: decay and warmup define the average. For a different average write a callback.",
@@ -275,8 +272,6 @@ class SWA(ParameterAverage):
         ConfigError: A value is out of range; a share is given, but the run has no `max_epochs`; or the number of rates
             differs from the number of parameter groups.
     """
-
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["SWA"]
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "device": "Leave it out: the mean is on the devices of the parameters, sharded under FSDP.",

@@ -27,7 +27,6 @@ from lumen.callbacks.throughput import Throughput, TimeEstimator, measure_memory
 from lumen.console import log_to_files, logger
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.metrics.step_values import HostCopy, is_for_progress_bar
 from lumen.task.task_module import TaskModule
 
@@ -61,7 +60,6 @@ class ProgressBar(Callback):
     A subclass may define `get_metrics` to choose and format the values of training.
     """
 
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["ProgressBar"]
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "refresh_rate": "Use refresh_per_second, which counts in time; for no bar, Trainer(enable_progress_bar=False).",
         "console_kwargs": "The bar writes to stderr, or to the output of a notebook's cell.",

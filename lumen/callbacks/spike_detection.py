@@ -13,7 +13,6 @@ from lumen.callbacks.callback_trainer import CallbackTrainer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.arguments import check_arguments, check_at_least
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 from lumen.task.task_module import TaskModule
 
 
@@ -52,8 +51,6 @@ class SpikeDetection(Callback):
         ConfigError: A value is out of range, or neither `atol` nor `rtol` is given.
         TrainingError: The spikes in `fit` exceed `max_in_a_row` or `max_rollbacks`.
     """
-
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["SpikeDetection"]
 
     may_stop_at_steps = False  # `on_step_end` requests an agreement when it stops.
 

@@ -79,7 +79,8 @@ _HYPERPARAMETERS = "Lumen saves and restores hyperparameters: read task.hparams 
 INSTEAD: Mapping[str, str] = {
     "state_dict": "Lumen saves and restores parameters and buffers. Read and write the task's parameters directly, and "
     "keep an average or a copy under another name. To start with renamed or fewer parameters, use "
-    "Trainer(init_from=lumen.Weights(path, rename=..., ignore=...)).",
+    "Trainer(init_from=lumen.Weights(path, rename=..., ignore=...)). For an adapter of peft alone, remove the lines, "
+    "and call save_pretrained(DIR) of the model after fit.",
     "optimizer_states": "Lumen saves and restores the optimizer's state: read trainer.optimizers[0].state_dict(), and "
     "skip the state with Trainer(resume_parts=...).",
     "lr_schedulers": "Lumen saves and restores the schedulers: read trainer.lr_scheduler_configs, and skip the "

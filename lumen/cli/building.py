@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lumen.callbacks.checkpoint_names import can_rank_checkpoints
+from lumen.callbacks.checkpoint_names import can_rank_checkpoints, locate_folder
 from lumen.checkpoint import PARTS, as_path_or_url, find_checkpoint, is_weights
 from lumen.checkpoint.format.manifest import STATE
 from lumen.cli.config_layers import as_list
@@ -38,8 +38,8 @@ def choose_seed(config: Namespace, checkpoint: Any, name: str) -> int:
     """
     if config.seed_everything not in (None, True, False) or type(config.seed_everything) is int:
         return check_seed("seed_everything", config.seed_everything)
-    default_folder = expand_path(config.trainer.default_root_dir) / name / "checkpoints"
-    folder, *other_folders = _list_dirpaths(config.trainer.callbacks, default_folder) or [default_folder]
+    home = expand_path(config.trainer.default_root_dir) / name
+    folder, *other_folders = _list_folders(config.trainer.callbacks, home) or [locate_folder(home, None)]
     resumes_progress = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
     if not resumes_progress or is_weights(checkpoint):
         return draw_seed()
@@ -48,15 +48,12 @@ def choose_seed(config: Namespace, checkpoint: Any, name: str) -> int:
     return int(found.state["seed"]) if found else draw_seed()
 
 
-def _list_dirpaths(callbacks: Any, default: Path) -> list[PurePath]:
-    """Return the directory of each `ModelCheckpoint`; the callback that selects the best checkpoint comes first."""
+def _list_folders(callbacks: Any, home: Path) -> list[PurePath]:
+    """Return the checkpoint folders of a run, given the settings of its callbacks and its directory."""
     savers = [node for node in as_list(callbacks) if node.class_path.endswith(".ModelCheckpoint")]
-    arguments = sorted(
-        (node.init_args.as_dict() for node in savers), key=lambda settings: not can_rank_checkpoints(settings)
-    )
-    return [
-        default if settings.get("dirpath") is None else as_path_or_url(settings["dirpath"]) for settings in arguments
-    ]
+    arguments = [node.init_args.as_dict() for node in savers]
+    dirpaths = [each.get("dirpath") for each in sorted(arguments, key=lambda each: not can_rank_checkpoints(each))]
+    return [locate_folder(home, None if each is None else as_path_or_url(each)) for each in dirpaths]
 
 
 def build_objects(parser: ArgumentParser, config: Namespace) -> Namespace:

@@ -23,7 +23,7 @@ from lumen.distributed.restarts import NOTES_VARIABLE, RESTART_VARIABLE, JobAtte
 from lumen.distributed.worker import LAUNCHER
 from lumen.errors import HUNG, ConfigError, ProcessLost, ProcessStuck
 from lumen.internals.garbage import collect_young_only
-from lumen.internals.hydra import repeat_words
+from lumen.internals.hydra import get_start_directory, repeat_words
 from lumen.internals.interpreters import make_python_command
 from lumen.internals.stop_signals import SIGNALS, STOP_EXIT_CODES, get_exit_code, is_same_request, should_obey
 
@@ -47,6 +47,7 @@ def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
         ConfigError: The program cannot be started again, as in a notebook.
     """
     words = repeat_words()
+    os.chdir(get_start_directory())
     if reason := _explain_no_launch():
         needs = f"{workers} devices need one process each, which runs" if workers > 1 else "max_restarts needs to run"
         instead = "devices: 1" if workers > 1 else "max_restarts: 0"

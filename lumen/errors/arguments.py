@@ -26,6 +26,7 @@ from typing import (
 )
 
 from lumen.errors import ConfigError
+from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -121,9 +122,18 @@ def refuse_unknown_arguments(who: str, unknown: Mapping[str, Any], instead: Mapp
 
 
 class LightningAttributeErrors:
-    """Mixin for a class that lacks attributes of Lightning's class; `ATTRIBUTES` has advice for each."""
+    """Mixin for a class that lacks attributes of Lightning's class; `ATTRIBUTES` has advice for each.
+
+    Callbacks of Lumen get their advice from `ATTRIBUTES_OF_CALLBACKS`, by the name of the class.
+    """
 
     ATTRIBUTES: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        is_own = cls.__module__.startswith("lumen.")  # a user's class may have the same name by chance
+        if is_own and (advice := ATTRIBUTES_OF_CALLBACKS.get(cls.__name__)):
+            cls.ATTRIBUTES = advice
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error that names the replacement of an attribute of Lightning's class.

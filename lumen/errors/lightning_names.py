@@ -3,14 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-_DEVICES = "Use accelerator and devices."
+
+def _share(replacements: Mapping[str, str]) -> dict[str, str]:
+    """Return the replacement of each name, from replacements with the names that share them."""
+    return {name: text for text, names in replacements.items() for name in names.split()}
+
 
 INSTEAD = {
     "amp_backend": "Use precision: bf16 or fp16, which are torch's own.",
     "amp_level": "Use precision: bf16 or fp16, which are torch's own.",
     "auto_lr_find": "Use lumen.Tuner(trainer).lr_find, or LearningRateFinder in callbacks.",
     "auto_scale_batch_size": "Use lumen.Tuner(trainer).scale_batch_size, or BatchSizeFinder in callbacks.",
-    "auto_select_gpus": _DEVICES,
+    "auto_select_gpus": "Use accelerator and devices.",
     "barebones": (
         "Leave it out: the loop is as fast as a hand-written loop. To write nothing: logger=False, "
         "enable_checkpointing=False."
@@ -21,7 +25,7 @@ INSTEAD = {
     "early_stop_callback": "Put an EarlyStopping into callbacks.",
     "enable_autolog_hparams": "Use self.save_hyperparameters(logger=False) in the task.",
     "flush_logs_every_n_steps": "Leave it out: Lumen writes every row at once.",
-    "gpus": _DEVICES,
+    "gpus": "Use accelerator and devices.",
     "ipus": "Lumen does not support IPUs.",
     "log_gpu_memory": "Leave it out: system.csv has the memory. For more put a DeviceStatsMonitor into callbacks.",
     "log_save_interval": "Use log_every_n_steps.",
@@ -163,43 +167,50 @@ RENAMED = {
     "WeightAveraging": "lumen.EMA",
 }
 
-_ENVIRONMENT = "Leave it out: Lumen detects the environment of the processes."
-_CUSTOM_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
 _WRITER = "ModelCheckpoint writes the checkpoints: its dirpath is a directory or a URL."
-_CUSTOM_STRATEGY = "Use lumen.DDP or lumen.FSDP, or subclass lumen.Strategy: docs/guides/custom-strategy.md shows how."
-_CUSTOM_PRECISION = "Subclass lumen.Precision, and pass an object to Trainer(precision=...)."
-_TRAINER_STATE = "Compare trainer.state.fn, state.stage and state.status with strings, such as 'fit'."
-_OUT_OF_MEMORY = "Use Trainer(halve_on_oom=True), or catch torch.OutOfMemoryError."
-#: Replacements that several classes and functions share, each with their names.
-_SHARED_REPLACEMENTS = {
-    "Call lumen.summarize(task).": "get_formatted_model_size get_human_readable_count parse_batch_shape",
-    "Lumen counts the samples of each batch: return (loss, weight) from training_step to set the weight.": (
-        "extract_batch_size has_len_all_ranks"
-    ),
-    "Lumen does not support TPUs.": "XLAAccelerator XLACheckpointIO XLAEnvironment XLAPrecision",
-    "Start the processes with torchrun or srun: Lumen detects both.": (
-        "ClusterEnvironment KubeflowEnvironment LSFEnvironment MPIEnvironment TorchElasticEnvironment"
-    ),
-    "Use Trainer(accelerator=...).": "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator",
-    "Use Trainer(precision=...) and lumen.FSDP.": "DeepSpeedPrecision FSDPPrecision",
-    _CUSTOM_PRECISION: "BitsandbytesPrecision TransformerEnginePrecision",
-    _CUSTOM_STRATEGY: "ModelParallelStrategy ParallelStrategy",
-    _OUT_OF_MEMORY: "is_cuda_out_of_memory is_cudnn_snafu is_oom_error is_out_of_cpu_memory",
-    _TRAINER_STATE: "RunningStage TrainerFn TrainerState TrainerStatus",
-    _WRITER: "CheckpointIO TorchCheckpointIO",
-}
 #: Lightning's classes and functions without a counterpart, with their replacements.
 INSTEAD_OF_CLASSES = {
     "LRSchedulerConfig": 'Write a dictionary: {"scheduler": ..., "interval": "step"}.',
     "instantiate_class": "Annotate the argument as Callable[[Iterable], Optimizer]: the task then gets a function.",
     "save_hyperparameters": "Call self.save_hyperparameters, the method of lumen.HyperparametersMixin.",
-    **{name: text for text, names in _SHARED_REPLACEMENTS.items() for name in names.split()},
+    **_share(
+        {
+            "Call lumen.summarize(task).": "get_formatted_model_size get_human_readable_count parse_batch_shape",
+            "Call lumen.summarize(task, max_depth).": "DeepSpeedSummary LayerSummary",
+            "Lumen counts the samples of each batch: return (loss, weight) from training_step to set the weight.": (
+                "extract_batch_size has_len_all_ranks"
+            ),
+            "Lumen does not support TPUs.": ("XLAAccelerator XLACheckpointIO XLAEnvironment XLAPrecision XLAProfiler"),
+            "Leave it out: Lumen detects the environment of the processes.": (
+                "KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment TorchElasticEnvironment"
+            ),
+            "Start the processes with torchrun or srun: Lumen detects both.": "ClusterEnvironment",
+            "Subclass lumen.Logger: docs/guides/loggers.md shows how.": (
+                "CometLogger LitLogger NeptuneLogger TestTubeLogger"
+            ),
+            "Subclass lumen.Precision, and pass an object to Trainer(precision=...).": (
+                "BitsandbytesPrecision TransformerEnginePrecision"
+            ),
+            "Use Trainer(accelerator=...).": "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator",
+            "Use Trainer(precision=...) and lumen.FSDP.": "DeepSpeedPrecision FSDPPrecision",
+            "Use lumen.DDP or lumen.FSDP, or subclass lumen.Strategy: docs/guides/custom-strategy.md shows how.": (
+                "ModelParallelStrategy ParallelStrategy"
+            ),
+            "Use lumen.FSDP.": "DDPFullyShardedPlugin DDPShardedPlugin DeepSpeedStrategy",
+            "Use Trainer(halve_on_oom=True), or catch torch.OutOfMemoryError.": (
+                "is_cuda_out_of_memory is_cudnn_snafu is_oom_error is_out_of_cpu_memory"
+            ),
+            "Use trainer.sync_batchnorm.": "LayerSync TorchSyncBatchNorm",
+            "Compare trainer.state.fn, state.stage and state.status with strings, such as 'fit'.": (
+                "RunningStage TrainerFn TrainerState TrainerStatus"
+            ),
+            _WRITER: "CheckpointIO TorchCheckpointIO",
+        }
+    ),
     "DoublePrecision": "Use Trainer(precision='fp64').",
     "GradClipAlgorithmType": "Write 'norm' or 'value'.",
     "HalfPrecision": "Use Trainer(precision='bf16-true').",
-    "LayerSync": "Use trainer.sync_batchnorm.",
-    "LitLogger": _CUSTOM_LOGGER,
     "SIGTERMException": "Read trainer.received_sigterm.",
     "disable_possible_user_warnings": "Call warnings.filterwarnings.",
     "find_usable_cuda_devices": "Set CUDA_VISIBLE_DEVICES.",
@@ -213,29 +224,14 @@ INSTEAD_OF_CLASSES = {
     "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background if that is faster.",
     "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
     "Checkpoint": "Subclass lumen.Callback, and call trainer.save_checkpoint in on_step_checkpoint.",
-    "CometLogger": _CUSTOM_LOGGER,
-    "DDPFullyShardedPlugin": "Use lumen.FSDP.",
-    "DDPShardedPlugin": "Use lumen.FSDP.",
-    "DeepSpeedStrategy": "Use lumen.FSDP.",
-    "DeepSpeedSummary": "Call lumen.summarize(task, max_depth).",
-    "KubeflowEnvironment": _ENVIRONMENT,
     "LRSchedulerCallable": "Write Callable[[Optimizer], LRScheduler].",
-    "LSFEnvironment": _ENVIRONMENT,
-    "LayerSummary": "Call lumen.summarize(task, max_depth).",
-    "LightningEnvironment": _ENVIRONMENT,
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
     "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/guides/smaller-models.md.",
-    "MPIEnvironment": _ENVIRONMENT,
-    "NeptuneLogger": _CUSTOM_LOGGER,
     "OptimizerCallable": "Write Callable[[Iterable], Optimizer].",
     "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
     "docs/guides/smaller-models.md.",
     "RichProgressBarTheme": "Leave it out: the bar has the terminal's own colours.",
     "SLURMEnvironment": "Leave it out: Lumen detects SLURM. SIGUSR1 saves, and exits with code 75 to requeue.",
-    "TestTubeLogger": _CUSTOM_LOGGER,
-    "TorchElasticEnvironment": _ENVIRONMENT,
-    "TorchSyncBatchNorm": "Use trainer.sync_batchnorm.",
-    "XLAProfiler": "Lumen does not support TPUs.",
     "find_shared_parameters": "Write parameters(remove_duplicate=False).",
     "measure_flops": "Use torch.utils.flop_counter.FlopCounterMode, or ThroughputMonitor(measure_flops=True).",
     "rank_zero_deprecation": "Write logging.getLogger(__name__). Lumen shows a message once, from the first process.",
@@ -303,25 +299,31 @@ NEUTRAL_IN_STRATEGIES: Mapping[str, tuple[Any, ...]] = dict.fromkeys(INSTEAD_IN_
 
 #: Attributes of Lightning's strategies that Lumen's lack.
 ATTRIBUTES_OF_STRATEGY = {
+    **{
+        name: f"Read trainer.{name}."
+        for name in (
+            "global_rank",
+            "is_global_zero",
+            "lightning_module",
+            "local_rank",
+            "lr_scheduler_configs",
+            "model",
+            "node_rank",
+            "num_nodes",
+            "optimizers",
+            "world_size",
+        )
+    },
     "accelerator": "Read trainer.strategy.device.",
     "checkpoint_io": "Call trainer.save_checkpoint.",
     "cluster_environment": _ENVIRONMENT,
     "distributed_sampler_kwargs": "Lumen divides the samples of any sampler among the processes.",
-    "global_rank": "Read trainer.global_rank.",
     "is_distributed": "Read trainer.world_size > 1.",
-    "is_global_zero": "Read trainer.is_global_zero.",
     "launcher": "Lumen starts the script once for each device.",
-    "lightning_module": "Read trainer.lightning_module.",
     "lightning_module_state_dict": "Call task.state_dict().",
     "load_checkpoint": "Call load_from_checkpoint of the task, or use Trainer(resume=...).",
-    "local_rank": "Read trainer.local_rank.",
-    "lr_scheduler_configs": "Read trainer.lr_scheduler_configs.",
-    "model": "Read trainer.model.",
     "model_to_device": "Lumen moves the task in setup.",
-    "node_rank": "Read trainer.node_rank.",
-    "num_nodes": "Read trainer.num_nodes.",
     "num_processes": "Read trainer.num_devices.",
-    "optimizers": "Read trainer.optimizers.",
     "parallel_devices": "Read trainer.device_ids.",
     "precision_plugin": "Read trainer.run.precision.",
     "process_group_backend": INSTEAD_IN_STRATEGIES["process_group_backend"],
@@ -329,10 +331,8 @@ ATTRIBUTES_OF_STRATEGY = {
     "remove_checkpoint": "ModelCheckpoint removes checkpoints: set save_top_k and keep_last.",
     "save_checkpoint": "Call trainer.save_checkpoint.",
     "setup_environment": "Define connect.",
-    "world_size": "Read trainer.world_size.",
 }
 
-_PATHS = "Lumen names the directory by the step: read best_model_path, last_model_path or best_k_models."
 #: Attributes and methods of Lightning's callbacks that Lumen's lack, by Lumen's class. A subclass may not define them.
 ATTRIBUTES_OF_CALLBACKS: Mapping[str, Mapping[str, str]] = {
     "BaseFinetuning": {
@@ -412,14 +412,22 @@ INSTEAD_OF_SETTING = dict.fromkeys(
     "Change trainer.optimizers[0].param_groups, or return the optimizer from configure_optimizers.",
 )
 
-_COUNTS = "Read trainer.progress for counts, and trainer.plan for limits."
-_LOGGED = "Call self.log, and read trainer.callback_metrics."
 
 #: Attributes of Lightning's `Trainer`, of any version, that Lumen's lacks.
 ATTRIBUTES = {
-    "accelerator": "Read trainer.strategy.device.",
-    "accelerator_connector": "Read trainer.strategy.",
-    "amp_backend": "Read trainer.precision.",
+    **_share(
+        {
+            "Read trainer.num_devices.": "gpus num_gpus num_processes",
+            "Read trainer.precision.": "amp_backend use_amp",
+            "Read trainer.progress for counts, and trainer.plan for limits.": (
+                "evaluation_loop fit_loop test_loop train_loop validate_loop"
+            ),
+            "Read trainer.strategy.": "accelerator_connector distributed_backend training_type_plugin",
+            "Read trainer.strategy.device.": "accelerator root_gpu",
+            "Use Trainer(reload_dataloaders_every_n_epochs=...).": "reset_train_dataloader reset_val_dataloader",
+            "Use lumen.Tuner(trainer).": "tune tuner",
+        }
+    ),
     "barebones": INSTEAD["barebones"],
     "batch_idx": "Steps and batch hooks receive batch_idx.",
     "callback_connector": "Read trainer.callbacks.",
@@ -428,41 +436,25 @@ ATTRIBUTES = {
     "data_parallel": "Read trainer.world_size.",
     "data_parallel_device_ids": "Read trainer.device_ids.",
     "disable_validation": "Read trainer.enable_validation.",
-    "distributed_backend": "Read trainer.strategy.",
     "distributed_sampler_kwargs": "Lumen divides the samples of any sampler among the processes.",
     "enable_autolog_hparams": INSTEAD["enable_autolog_hparams"],
-    "evaluation_loop": _COUNTS,
-    "fit_loop": _COUNTS,
     "get_model": "Read trainer.model.",
-    "gpus": "Read trainer.num_devices.",
     "init_module": "Build the layers in configure_model.",
     "lightning_optimizers": "Read trainer.optimizers.",
-    "logger_connector": _LOGGED,
+    "logger_connector": "Call self.log, and read trainer.callback_metrics.",
     "lr_schedulers": "Read trainer.lr_scheduler_configs, each of which has a scheduler.",
     "max_time": "Read trainer.plan.max_time_s.",
-    "num_gpus": "Read trainer.num_devices.",
-    "num_processes": "Read trainer.num_devices.",
     "optimizer_frequencies": "Set automatic_optimization = False, and step each optimizer in training_step.",
     "precision_plugin": "Read trainer.run.precision.",
     "predict_loop": "trainer.predict returns the predictions.",
     "request_agreement": "Call trainer.request_stop_vote, its new name.",
     "request_dataloader": "Call the method of the data module or the task.",
-    "reset_train_dataloader": "Use Trainer(reload_dataloaders_every_n_epochs=...).",
-    "reset_val_dataloader": "Use Trainer(reload_dataloaders_every_n_epochs=...).",
     "resume_from_checkpoint": "Read trainer.ckpt_path.",
-    "root_gpu": "Read trainer.strategy.device.",
     "run_stage": "Call trainer.fit, validate, test or predict.",
     "save_hyperparameters": "Call save_hyperparameters of the task or the data module.",
     "scaler": "Read trainer.run.precision, which scales in fp16.",
-    "test_loop": _COUNTS,
     "total_batch_idx": "Read trainer.progress.micro_batches.",
-    "train_loop": _COUNTS,
-    "training_type_plugin": "Read trainer.strategy.",
-    "tune": "Use lumen.Tuner(trainer).",
-    "tuner": "Use lumen.Tuner(trainer).",
     "tuning": "A search trains copies with separate trainers.",
-    "use_amp": "Read trainer.precision.",
     "val_check_batch": "Read trainer.val_check_interval.",
-    "validate_loop": _COUNTS,
     "weights_save_path": "Read trainer.checkpoint_callback.dirpath.",
 }

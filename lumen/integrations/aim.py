@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from lumen.errors.arguments import check_arguments, expand_path
-from lumen.integrations.service import Service
+from lumen.integrations.service import Service, as_plain
 from lumen.internals.optional_packages import import_optional
 from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls
 
@@ -100,7 +100,7 @@ class AimLogger(Service):
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Set hyperparameters as parameters of the Aim run."""
         for name, value in params.items():
-            self._writer[name] = _as_plain(value)
+            self._writer[name] = as_plain(value)
 
     @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
@@ -125,6 +125,10 @@ class AimLogger(Service):
         """Name of the experiment; None: Aim's default experiment."""
         return self._experiment
 
+    def describe_library_use(self) -> str:
+        """Return how to continue the Aim run."""
+        return f", or write aim.Run({self._id!r}, repo={self._repo_path!r})"
+
     def disconnect(self, status: str) -> None:
         """Set the status of the Aim run and close it."""
         self._writer["status"] = status
@@ -135,16 +139,8 @@ class AimLogger(Service):
         if not str(place).startswith("aim://"):
             place = expand_path(place)
             place.mkdir(parents=True, exist_ok=True)
+        self._repo_path = str(place)
         return self._aim.Run(
-            run_hash, repo=str(place), experiment=self._experiment, system_tracking_interval=None,
+            run_hash, repo=self._repo_path, experiment=self._experiment, system_tracking_interval=None,
             log_system_params=False, capture_terminal_logs=False,
         )  # fmt: skip
-
-
-def _as_plain(value: Any) -> Any:
-    """Convert a value to numbers, texts, lists and dictionaries, which Aim can store; other objects become text."""
-    if isinstance(value, Mapping):
-        return {str(name): _as_plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_plain(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -57,6 +57,7 @@ class MLFlowLogger(Service):
 
     title = "MLflow"
     file = "mlflow.json"
+    has_client = True
     INSTEAD: ClassVar[Mapping[str, str]] = {"log_model": UPLOADING}
 
     @check_arguments
@@ -169,10 +170,7 @@ class MLFlowLogger(Service):
         """Id of the experiment; None before `fit`, and in all processes but the first."""
         return self._experiment_id
 
-    @property
-    def experiment_id(self) -> str | None:
-        """Id of the experiment, as `name`."""
-        return self._experiment_id
+    experiment_id = name
 
     @property
     def run_id(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
@@ -14,7 +15,7 @@ from lumen.errors import ConfigError
 from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
 from lumen.internals.atomic_files import replace_file
 from lumen.internals.masking import mask_secrets
-from lumen.loggers.base import DeferredWriter, Logger, NullWriter, as_hyperparameters, explain_wrong_calls
+from lumen.loggers.base import DeferredWriter, Logger, as_hyperparameters, explain_wrong_calls
 from lumen.loggers.csv import read_rows
 
 UPLOADING = (
@@ -38,17 +39,19 @@ class Service(Logger):
         prefix: Prefix of all value names, before a "-".
 
     Attributes:
-        is_open: True while there is a record: in `fit`, in the first process.
+        is_open: True while there is a record: in a run, in the first process.
     """
 
     #: Name of the service in texts, and name of the file in the run directory that stores the run's id.
     title: ClassVar[str]
     file: ClassVar[str]
+    #: True if the library's object is a client, which is usable after the run too.
+    has_client: ClassVar[bool] = False
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = f"{prefix}-" if prefix else ""
-        self._directory: Path | None = None  # set in `fit`, in the first process
+        self._directory: Path | None = None  # set in a run, in the first process
         self._id: str | None = None
         self._writer: Any = None  # the library's object, set by `connect`
         self._step = 0
@@ -58,7 +61,7 @@ class Service(Logger):
             tuple[str, int], set[float | None]
         ] = {}  # values of the service that metrics.csv lacks
         self._missed_saves = 0
-        self.is_open = self._has_missing_values = self._is_marked = self._has_failed = self._has_warned = False
+        self.is_open = self._has_missing_values = self._is_marked = self._has_failed = False
         self._before_fit: dict[str, Any] = {}
         self._deferred = DeferredWriter(type(self).__name__)
 
@@ -118,7 +121,9 @@ class Service(Logger):
             ConfigError: The service cannot begin the record of a new run.
         """
         self._directory, self._is_resumed = directory, resumed
-        self._step, self._names, self._pending_calls, self._missed_saves = 0, {}, {}, 0
+        self._names, self._missed_saves, self._notes_changes = {}, 0, False
+        if not resumed:  # An evaluation after `fit` must not repeat values of an earlier part either.
+            self._step, self._pending_calls = 0, {}
         self.is_open = self._has_missing_values = self._is_marked = self._has_failed = False
         if resumed:
             self._has_missing_values = not self.attempt(self._connect_once)
@@ -136,19 +141,12 @@ class Service(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Object of the library, in `fit` and in the first process.
+        """Object of the library, in a run and in the first process.
 
-        Calls before `fit` are made once `fit` begins, and return nothing. Other calls do nothing.
+        Calls before the run are made once it begins, and return nothing. Other calls do nothing.
         """
-        if self.is_open:
-            return self._writer
-        if self.run_directory is None and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%s.experiment was used outside of fit: its calls return nothing, and wait until fit begins.",
-                type(self).__name__,
-            )
-        return self._deferred if self.run_directory is None else NullWriter()
+        is_usable = self.is_open or (self.has_client and self.has_ended)
+        return self._writer if is_usable else self._get_idle_writer(self._deferred)
 
     @explain_wrong_calls
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -205,7 +203,7 @@ class Service(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Send rows of the CSV files that the service lacks; the files are cut back to the checkpoint already."""
-        self._step = state["step"]
+        self._step, self._notes_changes = state["step"], True
         if self.is_open:
             self._has_missing_values = not self.attempt(self._send_missing)
 
@@ -257,7 +255,7 @@ class Service(Logger):
         changed = {
             name for name in recorded if not above and _as_finite(row[name]) not in self._pending_calls[name, step]
         }
-        if changed:
+        if changed and self._notes_changes:
             self._mark_rollback(step)
         if new := {name: value for name, value in row.items() if name not in recorded - changed}:
             self.send(new, step)
@@ -285,7 +283,19 @@ class Service(Logger):
             row = self._prefix_values(above, values)
             self._send_new(row, step, above)
             written |= {(name, step) for name in row}
+        written = {pair for pair in written if pair[1] < self._step}  # The newest step may have more values.
         self._pending_calls = {pair: values for pair, values in self._pending_calls.items() if pair not in written}
+
+
+def as_plain(value: Any) -> Any:
+    """Convert a value to numbers, texts, lists and dictionaries, which services store; other objects become text."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): as_plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _as_finite(value: Any) -> float | None:

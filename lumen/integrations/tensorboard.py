@@ -23,7 +23,6 @@ from lumen.internals.optional_packages import import_optional
 from lumen.loggers.base import (
     Array,
     DeferredWriter,
-    NullWriter,
     RunDirectoryLogger,
     as_array,
     as_hyperparameters,
@@ -96,12 +95,12 @@ class TensorBoardLogger(RunDirectoryLogger):
 
     @property
     def experiment(self) -> Any:
-        """`SummaryWriter`, in `fit` and in the first process.
+        """`SummaryWriter`, in a run and in the first process.
 
-        Calls before `fit` are made once `fit` begins. Other calls do nothing.
+        Calls before the run are made once it begins. Other calls do nothing.
         """
         if self._directory is None:
-            return self._deferred if self.run_directory is None else NullWriter()
+            return self._get_idle_writer(self._deferred)
         if self._writer is None:
             self._writer = self._make_writer(self._directory / f"events.out.tfevents.{self._part:05d}.lumen")
             self._part += 1
@@ -208,6 +207,10 @@ class TensorBoardLogger(RunDirectoryLogger):
                 path.unlink()
             elif path.stat().st_size > size:
                 os.truncate(path, size)
+
+    def describe_library_use(self) -> str:
+        """Return how to write further events."""
+        return f", or write torch.utils.tensorboard.SummaryWriter('{self.log_dir}/tensorboard')"
 
     def finalize(self, status: str) -> None:
         """Close the event file."""

@@ -13,9 +13,9 @@ import numpy as np
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, expand_path
 from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB
-from lumen.integrations.service import UPLOADING, Service
+from lumen.integrations.service import UPLOADING, Service, as_plain
 from lumen.internals.optional_packages import import_optional
-from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls, flatten_entries
+from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls
 
 _STEP = "trainer/global_step"
 
@@ -127,7 +127,8 @@ class WandbLogger(Service):
 
         newest = Path(self._writer.settings.sync_file).absolute()
         uploaded = math.inf if self._writer.offline else self._writer.starting_step
-        files = sorted(path.absolute() for path in newest.parents[1].glob(f"*run-*-{self._writer.id}/{newest.name}"))
+        # W&B adds "-1" to the name of the second folder in a second.
+        files = sorted(path.absolute() for path in newest.parents[1].glob(f"*run-*-{self._writer.id}*/{newest.name}"))
         return [row for path in files for row in read_history(path) if path == newest or row[0] < uploaded]
 
     def send(self, values: Mapping[str, Any], step: int) -> None:
@@ -137,7 +138,7 @@ class WandbLogger(Service):
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Update the config."""
-        self._writer.config.update(_as_plain(params), allow_val_change=True)
+        self._writer.config.update(as_plain(params), allow_val_change=True)
 
     @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
@@ -181,6 +182,12 @@ class WandbLogger(Service):
         """Name of the W&B run; None before `fit`."""
         return self._name or (None if self.run_directory is None else self.run_directory.name)
 
+    def describe_library_use(self) -> str:
+        """Return how to continue the W&B run."""
+        where = {"entity": self._writer.entity, "project": self._writer.project, "dir": self.log_dir}
+        given = ", ".join(f"{name}={value!r}" for name, value in where.items() if value)
+        return f", or write wandb.init(id={self._id!r}, resume='allow', {given})"
+
     def disconnect(self, status: str) -> None:
         """End the W&B run, unless it belongs to the user."""
         for module, _ in self._watched:
@@ -194,15 +201,3 @@ class WandbLogger(Service):
             from lumen.integrations.wandb_files import wait_for_end
 
             wait_for_end(Path(self._writer.settings.sync_file))  # A run that resumes at once must find all records.
-
-
-def _as_plain(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries in which values that JSON lacks are text."""
-    plain: dict[str, Any] = {}
-    for path, value in flatten_entries(params, "\0"):
-        *above, name = path.split("\0")
-        place = plain
-        for each in above:
-            place = place.setdefault(each, {})
-        place[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
-    return plain

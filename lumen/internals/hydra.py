@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import sys
 from typing import Any
 
@@ -22,17 +22,33 @@ def describe_job() -> list[str]:
     return [] if config is None else [f"hydra.run.dir={config.runtime.output_dir}", *config.overrides.task]
 
 
-def repeat_words() -> list[str]:
-    """Return the arguments of Python that run this program again; enter the directory in which Hydra started it.
+def get_start_directory() -> str:
+    """Return the directory in which the program was started; Hydra may have entered a different one."""
+    config = _get_config()
+    return "." if config is None else str(config.runtime.cwd)
 
-    Under Hydra, the arguments name the present output directory, so that all workers use the same directory.
+
+def has_trainer_group() -> bool:
+    """Return True if Hydra composes the program's config with a group "trainer", so that overrides can change it."""
+    config = _get_config()
+    return config is not None and "trainer" in config.runtime.choices
+
+
+def repeat_words(*overrides: str) -> list[str]:
+    """Return the arguments of Python that run this program again in the directory in which it was started.
+
+    Under Hydra, the arguments name the present output directory, so that all runs use the same directory.
+
+    Args:
+        overrides: Overrides of Hydra to add, which need a program started by Hydra.
     """
     words, config = sys.orig_argv[1:], _get_config()
     if config is None:
         return words
-    os.chdir(config.runtime.cwd)
     kind = "sweep" if config.mode is not None and config.mode.name == "MULTIRUN" else "run"
-    quoted = str(config[kind].dir).replace("'", "\\'")
+    name, folder = f"hydra.{kind}.dir=", str(config[kind].dir)
+    if not re.fullmatch(r"[\w./-]+", folder):
+        folder = "'" + folder.replace("'", "\\'") + "'"
     # Hydra's parser wants all overrides next to each other.
     ends = [
         len(words) - n
@@ -40,4 +56,5 @@ def repeat_words() -> list[str]:
         if word[:1] != "-" and ("=" in word or word[:1] == "~")
     ]
     end = ends[0] if ends else len(words)
-    return [*words[:end], f"hydra.{kind}.dir='{quoted}'", *words[end:]]
+    kept = [word for word in words[:end] if not word.startswith(name)]
+    return [*kept, name + folder, *overrides, *words[end:]]

@@ -134,6 +134,11 @@ def find_secret_placeholder(value: Any) -> str | None:
     return next((text for text in _iterate_texts(value) if MASK in text or isinstance(text, Reference)), None)
 
 
+def has_reference(value: Any) -> bool:
+    """Return True if any text in plain data may contain a reference that OmegaConf resolves, such as `${oc.env:A}`."""
+    return any("${" in text for text in _iterate_texts(value))
+
+
 def lacks_object(value: Any) -> bool:
     """Return True if plain data has the name of an object in place of the object."""
     return any(isinstance(text, ObjectName) for text in _iterate_texts(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import warnings
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -131,13 +132,16 @@ def explain_wrong_calls(method: Callable[..., None]) -> Callable[..., None]:
                 f"{type(self).__name__}.{name}: {error}. Write {right_call}. For other features of the library, use "
                 "logger.experiment."
             ) from None
-        method(**given)
+        if self.has_ended:
+            self.warn_of_end(name)
+        else:
+            method(**given)
 
     return checked
 
 
 class Logger(LightningAttributeErrors, ABC):
-    """Base class of loggers. Only the first process of a run writes a record, and only in `fit`.
+    """Base class of loggers. Only the first process of a run writes a record, in `fit`, `validate` and `test`.
 
     A subclass must define `log_metrics`; all other methods are optional. Lumen calls `log_metrics` and `log_system`.
     Your code logs images, histograms and text, to every logger of the run:
@@ -145,14 +149,35 @@ class Logger(LightningAttributeErrors, ABC):
         for logger in self.trainer.loggers:
             logger.log_image("reconstruction", image, self.global_step)
 
-    A logger that does not support a kind of value ignores it. Outside of `fit`, and in all other processes, every
-    logger ignores all values.
+    A logger that does not support a kind of value ignores it. In all other processes, and outside of a run, every
+    logger ignores all values; after a run with a warning.
     """
 
-    #: Run directory of the newest `fit`, in every process; the trainer sets it.
+    #: Directory of the newest record, in every process; the trainer sets it.
     run_directory: Path | None = None
     #: Counters of the newest `fit`, whose `step` is the default step of values that your code logs.
     progress: Any = None
+    #: True in the first process if the newest run has ended, so that the logger writes nothing.
+    has_ended = False
+    has_warned = False  # True if a call outside of a run has caused its warning
+
+    def note_state(self, *, has_ended: bool) -> None:
+        """Note in the first process that a record begins or has ended."""
+        self.has_ended, self.has_warned = has_ended, False
+
+    def warn_of_end(self, name: str) -> None:
+        """Warn once that a call after the end of the run does nothing."""
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(  # Outside of a run Lumen's logger shows nothing.
+                f"{type(self).__name__}.{name} does nothing here, because the run has ended. Call it in a hook of fit, "
+                f"validate or test, such as on_fit_end or on_test_end{self.describe_library_use()}.",
+                stacklevel=4 if name == "experiment" else 3,
+            )
+
+    def describe_library_use(self) -> str:
+        """Return how the library itself continues the record, as ", or write ..."; "" if it cannot."""
+        return ""
 
     @property
     def state_key(self) -> str:
@@ -237,9 +262,15 @@ class Logger(LightningAttributeErrors, ABC):
     def experiment(self) -> Any:
         """Object that writes the record, for features that `Logger` lacks; None if the logger has no such object.
 
-        Outside of `fit`, and in all processes but the first, calls on the object do nothing.
+        Outside of a run, and in all processes but the first, calls on the object do nothing.
         """
         return None
+
+    def _get_idle_writer(self, deferred: DeferredWriter) -> DeferredWriter | NullWriter:
+        """Return the object for `experiment` outside of a run; after a run with a warning."""
+        if self.has_ended:
+            self.warn_of_end("experiment")
+        return deferred if self.run_directory is None else NullWriter()
 
     @property
     def save_dir(self) -> str | None:

@@ -281,46 +281,38 @@ class StageMetrics:
         Raises:
             ConfigError: A metric does not compute one number, or ranks log one name in different ways.
         """
-        computed = self._compute_locally() if gather is None else self._compute_over_ranks(model, gather)
-        for name, value in computed.items():
-            metric = self._entries[name].metric
-            if metric is not None and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+        sums, counts = ({}, {}) if gather is None else self._merge_ranks(model, gather)
+        entries = {name: entry for name, entry in self._entries.items() if entry.options.on_epoch}
+        stale: dict[str, tuple[Metric, int]] = {}
+        for name, entry in entries.items():
+            if (metric := entry.metric) is not None:
+                count = metric._update_count if gather is None else counts[id(metric)]
+                # A metric that a hook has reset since the last call keeps its value, as in Lightning.
+                if entry.computed is None or count not in (0, entry.computed[0]):
+                    stale[name] = metric, count
+        metrics = [metric for metric, _ in stale.values()]
+        found = (
+            [each.compute() for each in metrics] if gather is None or not stale else compute_over_ranks(metrics, gather)
+        )
+        for (name, (metric, count)), value in zip(stale.items(), found, strict=True):
+            if not (isinstance(value, torch.Tensor) and value.numel() == 1):
                 raise ConfigError(
                     f"self.log({name!r}, metric): {type(metric).__name__}.compute() gives {type(value).__name__} "
                     "instead of one number. Log the parts of the result in on_..._epoch_end."
                 )
-        return dict(zip(self.list_epoch_names(), map(float, computed.values()), strict=True))
-
-    def _compute_locally(self) -> dict[str, Any]:
-        """Compute the values of the epoch from this process alone."""
-        metrics = self._compute_metrics(
-            lambda metric: metric._update_count, lambda stale: [metric.compute() for metric in stale]
-        )
-        return {
-            name: metrics[name] if entry.metric else entry.epoch.compute()
-            for name, entry in self._entries.items()
-            if entry.options.on_epoch
-        }
-
-    def _compute_metrics(
-        self, count_updates: Callable[[Metric], int], compute: Callable[[list[Metric]], list[Any]]
-    ) -> dict[str, Any]:
-        """Return the values of the metric objects by name, which `compute` computes for new or updated metrics.
-
-        A metric that a hook has reset since the last call keeps its value, as in Lightning.
-        """
-        entries = {name: each for name, each in self._entries.items() if each.metric and each.options.on_epoch}
-        counts = {name: count_updates(each.metric) for name, each in entries.items() if each.metric}
-        stale = [
-            name for name, each in entries.items() if each.computed is None or counts[name] not in (0, each.computed[0])
+            entries[name].computed = count, value
+        values = [
+            each.computed[1] if each.computed else sums.get(name, each.epoch).compute()
+            for name, each in entries.items()
         ]
-        values = compute([each for name in stale if (each := entries[name].metric)]) if stale else []
-        for name, value in zip(stale, values, strict=True):
-            entries[name].computed = counts[name], value
-        return {name: each.computed[1] for name, each in entries.items() if each.computed}
+        return dict(zip(self.list_epoch_names(), map(float, values), strict=True))
 
-    def _compute_over_ranks(self, model: nn.Module, gather: Gather) -> dict[str, Any]:
-        """Compute the values of the epoch over all ranks, and register all names on this rank."""
+    def _merge_ranks(self, model: nn.Module, gather: Gather) -> tuple[dict[str, Accumulator], dict[int, int]]:
+        """Register the names of all ranks on this rank.
+
+        Returns:
+            The sums over all ranks by name, and the number of updates of each metric object of the model by its id.
+        """
         modules = find_metrics(model)
         counts = [module._update_count for module in modules.values()]
         places = {id(module): place for place, module in modules.items()}
@@ -342,18 +334,12 @@ class StageMetrics:
             for name, entry in self._entries.items()
             if entry.options.hook
         }
-        totals = {
-            id(module): sum(each) for module, *each in zip(modules.values(), *(of for _, of in answers), strict=True)
-        }
-        metrics = self._compute_metrics(
-            lambda metric: totals[id(metric)], lambda stale: compute_over_ranks(stale, gather)
-        )
-        return {
-            name: metrics[name]
-            if entry.metric
-            else Accumulator.from_ranks(entry.options.reduce_fx, [report.sums for report in reports[name]]).compute()
+        sums = {
+            name: Accumulator.from_ranks(entry.options.reduce_fx, [report.sums for report in reports[name]])
             for name, entry in self._entries.items()
-            if entry.options.on_epoch
+        }
+        return sums, {
+            id(module): sum(each) for module, *each in zip(modules.values(), *(of for _, of in answers), strict=True)
         }
 
     def reset_metrics(self) -> None:

@@ -21,6 +21,10 @@ _KILLED = (
 )
 _DEVICE = "Train on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see the line: often a label or an index is too large."
 _LOGITS = "Give logits, without the sigmoid, to torch.nn.functional.binary_cross_entropy_with_logits."
+_LENGTH = (
+    "num_training_batches is infinite before the loader is open. For the steps of the run, read "
+    "trainer.estimated_stepping_batches."
+)
 #: Advice for common errors of torch, by a pattern of their text.
 _ADVICE = {
     "does not require grad and does not have a grad_fn|[Ii]nference tensor|[Ii]nference ?[Mm]ode": _NO_GRADIENT,
@@ -45,6 +49,7 @@ _ADVICE = {
     "not have a deterministic implementation": "Trainer(deterministic='warn') makes a warning of this error.",
     "mixed torch.Tensor and DTensor": "FSDP shards parameters: use them in the forward of the module that owns them.",
     "NCCL [Ee]rror|ncclUnhandled|ncclSystem": "NCCL_DEBUG=INFO shows the reason; NCCL_SOCKET_IFNAME sets the network.",
+    "float infinity to integer|integer .*, but got inf": _LENGTH,
     "Default process group has not been initialized": "One process has none: use self.all_gather, which works there.",
 }
 

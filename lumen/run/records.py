@@ -27,7 +27,7 @@ class RunRecords:
     Args:
         loggers: Loggers of this process; empty on all ranks but 0.
         plan: Settings of the run, with the interval of logged steps.
-        progress: Counters of the run.
+        progress: Counters at which values are written: those of the run, or for an evaluation those of the newest fit.
         log: Collected values of the run's steps.
         step: The step in progress, with the newest gradient norm and a flag for an update.
         strategy: Strategy of the run, with the device and the numbers that must be equal on all ranks.
@@ -35,6 +35,7 @@ class RunRecords:
 
     Attributes:
         loggers: Loggers that get each row.
+        progress: Counters at which values are written.
         pending: The row whose values are not yet on the host; None if there is no such row.
         is_logged: True if a rank has loggers.
         absent_logger_states: States in a checkpoint of loggers that this run does not have, by key.
@@ -54,7 +55,7 @@ class RunRecords:
         strategy: Strategy,
         goodput: Goodput,
     ) -> None:
-        self._plan, self._progress, self._log, self._step = plan, progress, log, step
+        self._plan, self.progress, self._log, self._step = plan, progress, log, step
         self._device, self.goodput, self.loggers, self.is_logged = strategy.device, goodput, loggers, bool(loggers)
         self.guard = ConsistencyGuard(strategy, progress, step)
         self.pending: PendingStepLog | None = None
@@ -90,11 +91,11 @@ class RunRecords:
     def keep_row(self) -> None:
         """Keep the values of the newest step if it was not logged, because it may be the last. Collective."""
         if self._is_unlogged and self._step.updated:
-            self.kept_row = self._progress.step, self._make_pending_log().get_values(self._log.gather)
+            self.kept_row = self.progress.step, self._make_pending_log().get_values(self._log.gather)
 
     def log_last_step(self) -> None:
         """Log the values of the run's last step, if `log_step` has not logged them. Collective."""
-        progress = self._progress
+        progress = self.progress
         if self._is_unlogged:
             self.keep_row()
             step, values = self.kept_row
@@ -108,12 +109,12 @@ class RunRecords:
 
     def write_values(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Pass values to every logger at the current step."""
-        self._write({name: float(value) for name, value in values.items()}, self._progress.step, self._progress.epoch)
+        self._write({name: float(value) for name, value in values.items()}, self.progress.step, self.progress.epoch)
 
     def log_system(self, values: Mapping[str, float]) -> None:
         """Pass measurements that differ between runs to every logger: times, speeds, memory."""
         for logger in self.loggers:
-            logger.log_system(values, self._progress.step)
+            logger.log_system(values, self.progress.step)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -122,11 +123,11 @@ class RunRecords:
 
     @property
     def _is_unlogged(self) -> bool:
-        return self.is_logged and self._progress.step % self._plan.log_every_n_steps != 0
+        return self.is_logged and self.progress.step % self._plan.log_every_n_steps != 0
 
     def _make_pending_log(self) -> PendingStepLog:
         return PendingStepLog(
-            self._log.train.get_latest(), self._step.grad_norm, self._progress.step, self._progress.epoch
+            self._log.train.get_latest(), self._step.grad_norm, self.progress.step, self.progress.epoch
         )
 
     def _write(self, values: Mapping[str, float], step: int, epoch: int) -> None:

@@ -47,6 +47,7 @@ class Run:
         loggers: Loggers of this process; empty on all ranks but 0.
         goodput: Measurement of how the run spends its time.
         checkpoint: The checkpoint that `fit` resumes; None for a new run.
+        trained: Counters of the newest `fit`, at which an evaluation writes its values; None in `fit`, or without one.
         make_saves: Function that makes the part which writes checkpoints of this run.
 
     Attributes:
@@ -84,6 +85,7 @@ class Run:
         loggers: Sequence[Logger],
         goodput: Goodput,
         checkpoint: Checkpoint | None,
+        trained: Progress | None,
         make_saves: Callable[[Run], CheckpointSaver],
     ) -> None:
         replays_graphs = compilation.replays_graphs(strategy.device)
@@ -98,7 +100,7 @@ class Run:
         self.step = StepContext(strategy, precision, self.progress, self.log, seed, replays_graphs=replays_graphs)
         self.optim = Optimization(task)
         self.values = LoggedValues(task, self.loaders)
-        self.records = RunRecords(loggers, plan, self.progress, self.log, self.step, strategy, goodput)
+        self.records = RunRecords(loggers, plan, trained or self.progress, self.log, self.step, strategy, goodput)
         self.saves = make_saves(self)
 
     def sync_logging_flags(self) -> None:

@@ -163,16 +163,11 @@ class LoggedValues:
         Raises:
             ConfigError: The monitor was never logged. The message lists the logged names.
         """
-        if monitor in ("step", "epoch"):
-            raise ConfigError(
-                f"{who}: the monitor {monitor!r} is a counter, not a logged value. To keep the newest N checkpoints, "
-                "write ModelCheckpoint(keep_last=N)."
-            )
         if monitor in self.logged or self.pending_stages:
             return
         since = " since the run resumed" if monitor in self.newest else ""
         empty = "".join(f"But {why}. " for why in self._loaders.empty_stages)
-        problem = self._describe_step_only(monitor) or (
+        problem = self._describe_unusable(monitor) or (
             f"was never logged{since}; logged so far: {', '.join(sorted(self.logged)) or 'nothing'}. {empty}Use one "
             f"of these names, or log {monitor!r} once an epoch or in validation." + self._describe_other_places(monitor)
         )
@@ -193,7 +188,7 @@ class LoggedValues:
         name, never = scheduler.monitor, not scheduler.has_value or not self.pending_stages
         known = self.logged | self._step_only_names
         if name is not None and scheduler.strict and never and name not in known:
-            problem = self._describe_step_only(name) or (
+            problem = self._describe_unusable(name) or (
                 f"has no value of an epoch or a validation; logged names: {', '.join(sorted(known)) or 'none'}. Log it "
                 "with on_epoch=True, set a frequency at which it has a value, or set strict: false."
                 + self._describe_other_places(name)
@@ -201,8 +196,13 @@ class LoggedValues:
             raise ConfigError(f"lr_scheduler: the monitor {name!r} {problem}")
         scheduler.step()
 
-    def _describe_step_only(self, name: str) -> str:
-        """Return advice for a monitor that has only values of single steps; "" for another monitor."""
+    def _describe_unusable(self, name: str) -> str:
+        """Return advice for a monitor that is a counter, or has only values of single steps; "" for another monitor."""
+        if name in ("step", "epoch"):
+            return (
+                f"is a counter, not a logged value. To end training after N {name}s, write Trainer(max_{name}s=N). A "
+                f"scheduler that moves each {name} needs no monitor."
+            )
         epoch = next(
             (found[name] for each in self._stage_metrics.values() if name in (found := each.map_step_names())), None
         )

@@ -36,13 +36,12 @@ from lumen.run.run import Run
 from lumen.run.scheduler_config import check_horizons, make_horizon
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_task, fit_to_signature, is_overridden
-from lumen.task.hyperparameters import get_logged_hparams
 from lumen.task.materialize import DeferredInit
 from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Place, find_places, find_teachers
 from lumen.trainer.logs import log_status
 from lumen.trainer.script_record import record_script
-from lumen.trainer.session import open_run
+from lumen.trainer.session import log_hyperparameters, open_run
 from lumen.trainer.status_messages import get_home, list_checkpoint_folders, log_end, log_setup, record_steps
 
 if TYPE_CHECKING:
@@ -329,10 +328,8 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     trainer._started = True
     record_steps(run, trainer.run_directory)
     record_script(trainer, run)
-    owners = {"model": run.task, "data": run.loaders.datamodule}
-    hyperparameters = {name: get_logged_hparams(owner) for name, owner in owners.items() if owner is not None}
+    log_hyperparameters(run.records.loggers, run.task, run.loaders.datamodule)
     for logger in run.records.loggers:
-        logger.log_hyperparams(hyperparameters)
         logger.log_graph(run.task)
     log_setup(run)
     for hook in run.hooks.on_fit_start:

@@ -70,16 +70,8 @@ class RunDirectory:
             ConfigError: `name` is not a plain directory name.
             RunDirectoryError: A live job holds the directory, or it cannot be created or written.
         """
-        if not re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", name):
-            raise ConfigError(
-                f"{name!r} cannot name a run: use a name without '/' or '\\' that does not begin with '.'."
-            )
         with _explain_errors(root / name):
-            with suppress(FileExistsError):
-                make_directory(root)
-                with suppress(PermissionError):  # an unreadable directory cannot be synced
-                    fsync_directory(root.parent)
-            path = root / name
+            path = _make_root(root, name)
             _claims[key := os.path.realpath(path)] += 1
             digests = sorted(hashlib.sha256(each.encode()).hexdigest()[:12] for each in launchers)[:_MAX_LAUNCHERS]
             # Only claims of the same run in earlier attempts of the same launch are equal to this claim.
@@ -99,6 +91,18 @@ class RunDirectory:
                 run.release()
                 raise
         return run
+
+    @staticmethod
+    def claim_again(path: Path) -> "RunDirectory":
+        """Lock the directory of a run of this process that has ended, under its earlier claim.
+
+        Raises:
+            RunDirectoryError: A live job holds the directory, or it was removed.
+        """
+        claim = RunDirectory.read_last_holder(path)
+        with _explain_errors(path):
+            descriptor = _lock_directory(path, {key: claim.get(key) for key in ("launchers", "name", "number")})
+        return RunDirectory(path, descriptor, restarted=False)
 
     @staticmethod
     def was_claimed(path: Path) -> bool:
@@ -187,6 +191,28 @@ def _open_lock_file(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def create_directory(root: Path, name: str) -> Path:
+    """Create the directory `root/name`, or if that exists `root/name-2` and so on, which no job needs to lock.
+
+    Raises:
+        ConfigError: `name` is not a plain directory name.
+        RunDirectoryError: The directory cannot be created.
+    """
+    with _explain_errors(root / name):
+        return _create_directory(_make_root(root, name))
+
+
+def _make_root(root: Path, name: str) -> Path:
+    """Create the directory of all runs if it does not exist, and return the path of a run."""
+    if not re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", name):
+        raise ConfigError(f"{name!r} cannot name a run: use a name without '/' or '\\' that does not begin with '.'.")
+    with suppress(FileExistsError):
+        make_directory(root)
+        with suppress(PermissionError):  # an unreadable directory cannot be synced
+            fsync_directory(root.parent)
+    return root / name
 
 
 def _create_directory(path: Path) -> Path:

@@ -90,6 +90,8 @@ class RunView:
     _fn: str | None
     _configure_optimizers: Callable[[], Any] | None = None
     _shown_progress: Progress | None = None  # progress of the newest fit
+    _has_user_loggers = False  # True if the argument `logger` has a name or an object
+    _evaluation_directory: Path | None = None  # record of evaluations before the first fit
     _command = ""  # first words of a command that trains, such as "lumen fit"
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -326,8 +328,9 @@ class RunView:
 
     @property
     def log_dir(self) -> str | None:
-        """Run directory, or None if the run writes nothing."""
-        return None if self.run_directory is None else str(self.run_directory)
+        """Run directory, or the directory in which an evaluation writes to your loggers; None without files."""
+        directory = self.run_directory or self._evaluation_directory
+        return None if directory is None else str(directory)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
@@ -628,7 +631,10 @@ class RunView:
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of the epoch in progress at the data's present length; None if the loader has no length."""
         if self.run.loaders.train is None:
-            raise ConfigError("the training loader is not open: read this attribute during fit.")
+            raise ConfigError(
+                "steps_per_epoch: the training loader is not open yet. Read it from on_fit_start on, or read "
+                "estimated_stepping_batches, the steps of the run, which opens the loader."
+            )
         lengths = self.run.loaders.get_epoch_lengths()
         return None if lengths is None else lengths.get_length(self.run.progress.epoch)
 

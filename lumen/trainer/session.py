@@ -32,17 +32,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing as closed, contextmanager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
 from lumen import callbacks
+from lumen.callbacks.checkpoint_names import choose_folder, locate_folder
 from lumen.checkpoint import CheckpointSaver, get_storage
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
-from lumen.errors import ConfigError
+from lumen.errors import ConfigError, RunDirectoryError
 from lumen.internals.garbage import GarbageCollector
 from lumen.internals.hydra import describe_job
 from lumen.internals.stop_signals import STOP_EXIT_CODES
@@ -65,11 +66,12 @@ from lumen.task.hooks import (
     fit_to_signature,
     is_overridden,
 )
+from lumen.task.hyperparameters import get_logged_hparams
 from lumen.task.task_module import TaskModule
 from lumen.trainer.hang_watch import handle_debuggers, watch_run
 from lumen.trainer.logs import log_status, log_to_console, log_to_file, separate_nested_runs
 from lumen.trainer.process_settings import set_torch_switches, take_process_turn, write_environment
-from lumen.trainer.run_directory import RunDirectory
+from lumen.trainer.run_directory import RunDirectory, create_directory
 from lumen.trainer.status_messages import list_checkpoint_folders, log_failure, log_restart, log_stop
 from lumen.trainer.stop_request import GracePeriod, handle_stop_signals, make_interruption
 
@@ -97,7 +99,9 @@ class Session:
         trains: True if the stage is "fit".
         replaced: Callbacks of the trainer that the task's callbacks have replaced.
         grace: The thread that ends the process in time after a signal.
-        directory: The run directory; None if the run writes nothing.
+        directory: The run directory; None without a run directory, as in evaluations.
+        record: The directory of the loggers' record: the run directory, or that of an evaluation; None without records.
+        resumes_record: True if the evaluation continues an earlier record.
         check_home: Function that checks on rank 0 if the directory still exists; None elsewhere.
         loggers: Loggers of this process, including the logger of `metrics.csv`.
         run: The open run.
@@ -115,6 +119,8 @@ class Session:
         self.trains = stage == "fit"
         self.replaced: list[callbacks.Callback] = []
         self.directory: Path | None = None
+        self.record: Path | None = None
+        self.resumes_record = False
         self.check_home: Callable[[], None] | None = None
         self.loggers: list[Logger] = []
 
@@ -278,17 +284,24 @@ def connect_processes(session: Session) -> Iterator[None]:
 
 @contextmanager
 def claim_directory(session: Session) -> Iterator[None]:
-    """Claim and lock the run directory on the first process, if a `fit` writes files. Collective."""
+    """Claim and lock the run directory on the first process, if a run writes files. Collective."""
     trainer, origin, processes = session.trainer, session.trainer.origin, session.trainer.processes
     if not session.trains:
-        yield
+        with ExitStack() as closing:
+            if session.stage != "predict":
+                session.record = processes.run_on_rank_zero(partial(_claim_record, session, closing))
+            if trainer.run_directory is None:
+                trainer._evaluation_directory = session.record
+            yield
         return
     launchers = {each for each in processes.all_gather(processes.launcher) if each is not None}
 
-    def claim() -> tuple[Path | None, bool]:
+    savers = trainer.checkpoint_callbacks
+
+    def claim() -> tuple[Path | None, bool, list[PurePath]]:
         origin.check_weights()
         if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
-            return None, False
+            return None, False, []
         root, name = trainer.default_root_dir, str(trainer.name)
         directory = closing.enter_context(
             RunDirectory.claim(root, name, reuse=origin.keeps_directory, launchers=launchers)
@@ -296,12 +309,41 @@ def claim_directory(session: Session) -> Iterator[None]:
         session.check_home = directory.check_claim
         if not (origin.keeps_directory or directory.restarted):
             closing.callback(_remove_unused_directory, trainer, directory.path)
-        return directory.path, directory.restarted
+            for given in {each.given_dirpath for each in savers if each.given_dirpath is not None}:
+                choose_folder(directory.path, given)
+        folders = [locate_folder(directory.path, each.given_dirpath) for each in savers]
+        return directory.path, directory.restarted, folders
 
     with ExitStack() as closing:
-        trainer.run_directory, origin.restarted = processes.run_on_rank_zero(claim)
-        session.directory = trainer.run_directory
+        trainer.run_directory, origin.restarted, folders = processes.run_on_rank_zero(claim)
+        for each, folder in zip(savers, folders, strict=False):
+            each.use_folder(folder)
+        session.directory = session.record = trainer.run_directory
         yield
+
+
+def _claim_record(session: Session, closing: ExitStack) -> Path | None:
+    """Return the directory in which an evaluation writes to the user's loggers: that of `fit`, or a new one."""
+    trainer = session.trainer
+    if not (trainer.loggers and trainer._has_user_loggers):
+        return None
+    session.resumes_record = trainer.log_dir is not None
+    if trainer.run_directory is None:
+        made = trainer._evaluation_directory or create_directory(trainer.default_root_dir, f"{trainer.name}-eval")
+        made.mkdir(exist_ok=True)
+        closing.callback(_remove_if_empty, made)
+        return made
+    try:
+        closing.enter_context(RunDirectory.claim_again(trainer.run_directory))
+    except RunDirectoryError as error:
+        _log.warning("the loggers get no values of this %s: %s", session.stage, error)
+        return None
+    return trainer.run_directory
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):
+        directory.rmdir()
 
 
 @contextmanager
@@ -343,9 +385,11 @@ def make_run(session: Session) -> Iterator[None]:
     writes = directory is not None and processes.is_global_zero
     measured, restarted = directory if writes else None, origin.restarted and origin.excluded is None
     goodput = Goodput(measured, lambda: session.run.step.counters.waited_s, restarted=restarted)
-    session.loggers = add_csv_logger(trainer.loggers) if writes else []
+    if session.record is not None and processes.is_global_zero:
+        session.loggers = add_csv_logger(trainer.loggers) if session.trains else trainer.loggers
     if session.trains:
-        earlier = list_checkpoint_folders(trainer, trainer.default_root_dir / str(trainer.name))
+        home = trainer.default_root_dir / str(trainer.name)
+        earlier = processes.run_on_rank_zero(partial(list_checkpoint_folders, trainer, home))
         checkpoint = origin.find_checkpoint(
             list_checkpoint_folders(trainer), earlier, processes, writes=directory is not None
         )
@@ -359,6 +403,7 @@ def make_run(session: Session) -> Iterator[None]:
             session.stage, session.task, session.datamodule, session.user_loaders, strategy=trainer.strategy,
             plan=trainer.plan, precision=precision, hooks=Hooks(session.task, trainer.callbacks, trainer),
             compilation=trainer.compilation, seed=seed, loggers=session.loggers, goodput=goodput, checkpoint=checkpoint,
+            trained=None if session.trains else trainer._shown_progress,
             make_saves=partial(
                 CheckpointSaver, check_run_directory=session.check_home, is_enabled=trainer.enable_checkpointing,
                 keeps_directory=origin.keeps_directory,
@@ -384,24 +429,36 @@ def watch_progress(session: Session) -> Iterator[None]:
 
 @contextmanager
 def open_loggers(session: Session) -> Iterator[None]:
-    """Open the loggers on the first process, for a run with a directory. Collective: every rank must call this."""
-    trainer, run, directory = session.trainer, session.run, session.directory
+    """Open the loggers on the first process, for a run with a record. Collective: every rank must call this."""
+    trainer, run, directory = session.trainer, session.run, session.record
     run.sync_logging_flags()
     with ExitStack() as closing:
         if directory is not None:
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and session.trains:
                 write_environment(directory, trainer.strategy)
             for logger in [*trainer.loggers, *session.loggers]:
-                logger.run_directory, logger.progress = directory, run.progress
+                logger.run_directory, logger.progress = directory, run.records.progress
             trainer.processes.run_on_rank_zero(partial(_open_loggers, session, directory, closing))
         yield
 
 
 def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None:
-    checkpoint = session.run.checkpoint if session.trainer.origin.keeps_directory else None
+    checkpoint = session.run.checkpoint if session.trains and session.trainer.origin.keeps_directory else None
+    known = () if checkpoint is None else checkpoint.state["loggers"]
     for logger in session.loggers:  # Without a state the length of its record is unknown.
-        logger.open(directory, resumed=checkpoint is not None and logger.state_key in checkpoint.state["loggers"])
+        logger.note_state(has_ended=False)
+        logger.open(directory, resumed=session.resumes_record or logger.state_key in known)
         closing.push(partial(_finalize_logger, logger))
+    if not (session.trains or session.resumes_record):
+        log_hyperparameters(session.loggers, session.task, session.datamodule)
+
+
+def log_hyperparameters(loggers: Iterable[Logger], task: TaskModule, datamodule: DataModule | None) -> None:
+    """Pass the hyperparameters of the task and the data module to the loggers."""
+    owners = {"model": task, "data": datamodule}
+    hyperparameters = {name: get_logged_hparams(owner) for name, owner in owners.items() if owner is not None}
+    for logger in loggers:
+        logger.log_hyperparams(hyperparameters)
 
 
 @contextmanager
@@ -544,6 +601,7 @@ def _is_directory_kept(trainer: Trainer) -> bool:
 def _finalize_logger(logger: Logger, kind: Any, error: BaseException | None, traceback: Any) -> None:
     """Finalize a logger with the status of the run: "success", "interrupted" or "failed"."""
     logger.finalize("success" if error is None else "interrupted" if _is_stop_by_signal(error) else "failed")
+    logger.note_state(has_ended=True)
 
 
 def _is_stop_by_signal(error: BaseException) -> bool:

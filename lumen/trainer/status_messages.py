@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lumen.callbacks import EarlyStopping, ModelCheckpoint, get_checkpoint_callbacks
-from lumen.callbacks.checkpoint_names import is_same_path
+from lumen.callbacks.checkpoint_names import is_same_path, locate_folder
 from lumen.callbacks.display import format_number
 from lumen.callbacks.early_stopping import find_monitor
 from lumen.checkpoint import Checkpoint
@@ -31,6 +31,7 @@ from lumen.distributed.restarts import can_be_restarted, get_restart, make_step_
 from lumen.distributed.worker import is_worker, report_steps_with
 from lumen.errors import LumenError
 from lumen.errors.arguments import suggest_names
+from lumen.internals.hydra import has_trainer_group, repeat_words
 from lumen.internals.stop_signals import REQUEUE_EXIT_CODE
 from lumen.run.goodput import goodput
 from lumen.run.run import Run
@@ -58,12 +59,15 @@ def format_resume_command(run_directory: Path, command: str, beyond: tuple[str, 
     if not in_notebook and command and (config := run_directory / "config.yaml").exists():
         further = f" --trainer.{beyond[0]} {beyond[1]}" if beyond else ""
         return f"{command} --config {shlex.quote(str(config))} --trainer.resume auto{further}"
+    if has_trainer_group():
+        limit = [f"++trainer.{beyond[0]}={json.dumps(beyond[1])}"] if beyond else []
+        return shlex.join([Path(sys.executable).name, *repeat_words("++trainer.resume=auto", *limit)])
     further = f", {beyond[0]}={json.dumps(beyond[1])}" if beyond else ""
     name = json.dumps(run_directory.name, ensure_ascii=False)
     trainer = f'Trainer(..., name={name}, resume="auto"{further})'
     if in_notebook or beyond:
         return f"{trainer}.fit(...)"
-    script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
+    script = shlex.join([Path(sys.executable).name, *repeat_words()])
     return f"{script}   # with {trainer}"
 
 
@@ -236,8 +240,10 @@ def list_checkpoint_folders(trainer: Trainer, home: Path | None = None) -> list[
         trainer: The trainer of the run.
         home: The run's directory. Default: the directory of the trainer's own run.
     """
-    default = (home or get_home(trainer)) / "checkpoints"
-    folders = [saver.given_dirpath or default for saver in get_checkpoint_callbacks(trainer.callbacks)] or [default]
+    savers, is_open = get_checkpoint_callbacks(trainer.callbacks), home is None and trainer.run_directory is not None
+    home = home or get_home(trainer)
+    folders = [(is_open and each.dirpath) or locate_folder(home, each.given_dirpath) for each in savers]
+    folders = folders or [locate_folder(home, None)]
     return [each for number, each in enumerate(folders) if not any(is_same_path(each, one) for one in folders[:number])]
 
 

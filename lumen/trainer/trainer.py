@@ -269,7 +269,7 @@ class Trainer(RunView):
             self.plan = self.plan.with_overfitting(overfit_batches)
         if self.fast_dev_run:
             self.plan, logger = self.plan.as_fast_dev_run(self.fast_dev_run), False
-        self.loggers = as_loggers(logger)
+        self.loggers, self._has_user_loggers = as_loggers(logger), not isinstance(logger, bool)
         self.default_root_dir, self.name = choose_place(self.loggers, expand_path(default_root_dir), name)
         defaults: dict[type[Callback], bool] = {
             ThroughputMonitor: bool(self.loggers),

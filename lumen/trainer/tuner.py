@@ -12,7 +12,7 @@ from lumen.callbacks import Callback
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, DataError, NonFiniteLoss, TrainingError
 from lumen.errors.arguments import check_arguments, check_at_least, refuse_unknown_arguments
-from lumen.errors.lightning_names import ATTRIBUTES_OF_CALLBACKS, INSTEAD_IN_TUNER
+from lumen.errors.lightning_names import INSTEAD_IN_TUNER
 from lumen.internals.memory import is_out_of_memory
 from lumen.run.open_loaders import choose_source
 from lumen.run.plan import Plan
@@ -313,8 +313,6 @@ class LearningRateFinder(Callback):
         optimal_lr: The curve; None without a search.
     """
 
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["LearningRateFinder"]
-
     @check_arguments
     def __init__(
         self,
@@ -389,7 +387,6 @@ class BatchSizeFinder(Callback):
         optimal_batch_size: The size; None without a search.
     """
 
-    ATTRIBUTES = ATTRIBUTES_OF_CALLBACKS["BatchSizeFinder"]
     INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": INSTEAD_IN_TUNER["max_val"]}
 
     @check_arguments

@@ -9,8 +9,9 @@ import lumen
 from lumen.errors import ConfigError
 from lumen.run.records import RunRecords
 from tests.helpers.group import catch_message
-from tests.helpers.loggers import fit
+from tests.helpers.loggers import fit, read_table
 from tests.helpers.services import of_csv, read_wandb
+from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 class BreakingOff(lumen.Callback):
@@ -77,6 +78,24 @@ def recorded_by_wandb(folder):
     logger = lumen.WandbLogger()
     fit(folder, strategy="ddp", max_steps=4, logger=logger, callbacks=[Using()])
     return logger.version, logger.log_dir, logger.save_dir, logger.name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_evaluations_are_recorded_by_rank_0(group, tmp_path, strategy):
+    answers = group(2).run(record_evaluations, tmp_path, strategy)
+    assert answers[0] == answers[1] == (str(tmp_path / "runs/run-eval"), str(tmp_path / "runs/run"), answers[0][2])
+    for directory, step in (("run-eval", 0), ("run", 4)):
+        found = read_table(tmp_path / "runs" / directory / "metrics.csv")
+        assert [each for each, _ in found["test_loss"]] == [step]
+    assert found["test_loss"] == [(4, pytest.approx(answers[0][2]))]
+
+
+def record_evaluations(folder, strategy):
+    trainer = quiet_trainer(folder, strategy=strategy, max_steps=4, logger="csv", devices=2)
+    trainer.test(task := Regression(), loader(20), verbose=False)
+    before = trainer.log_dir
+    trainer.fit(task, loader())
+    return before, trainer.log_dir, trainer.test(task, loader(20), verbose=False)[0]["test_loss"]
 
 
 class Refusing(lumen.Logger):

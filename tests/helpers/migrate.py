@@ -1,6 +1,7 @@
 """The command `lumen migrate`, called in this process."""
 
 import io
+import json
 from contextlib import redirect_stderr, redirect_stdout
 
 from lumen.cli import main
@@ -27,3 +28,12 @@ def migrate_text(tmp_path, text, name="a.py"):
     path.write_bytes(text.encode())
     found = migrate_project(path)
     return (found[0].after, [note.sentence for note in found[0].notes]) if found else (text, [])
+
+
+def make_notebook(*sources, **layout):
+    cells = [
+        {"cell_type": "code", "execution_count": 1, "metadata": {}, "outputs": [],
+         "source": source.splitlines(keepends=True)} for source in sources
+    ]  # fmt: skip
+    content = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(content, **{"indent": 1, "ensure_ascii": False} | layout) + "\n"

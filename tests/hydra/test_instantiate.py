@@ -90,9 +90,43 @@ def test_configured_tasks_resume_and_load(tmp_path, convert):
     ):
         Configured.load_from_checkpoint(trainer.checkpoint_callback.last_model_path)
     loaded = Configured.load_from_checkpoint(trainer.checkpoint_callback.last_model_path, optimizer=None)
-    assert loaded.seen is dict
+    assert loaded.seen is task.seen
     assert loaded.hparams.layers == {"milestones": [1, 2], "names": ["a", "b"]}
     assert loaded.hparams.extra == {"width": 3}
+
+
+class Composed(lumen.TaskModule):
+    """Task that has the whole config as its only argument, and reads entries as attributes."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.net, self.text = torch.nn.Linear(6, config.net.width), config.net.text
+
+    def training_step(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_whole_configs_load_with_their_attributes(tmp_path):
+    config = OmegaConf.create({"width": 3, "net": {"width": "${width}", "text": "a"}})
+    trainer = quiet_trainer(tmp_path, max_steps=1)
+    trainer.fit(Composed(config), loader(32, 8))
+    path = trainer.checkpoint_callback.last_model_path
+    loaded = Composed.load_from_checkpoint(path)
+    assert OmegaConf.is_config(loaded.hparams.net)
+    assert torch.equal(loaded.net.weight, trainer.lightning_module.net.weight)
+
+
+def test_loaded_configs_read_no_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("CITY", "Oslo")
+    extra = OmegaConf.create({"text": r"\${oc.env:CITY}", "more": r"\\${oc.env:CITY}"})
+    trainer = quiet_trainer(tmp_path, max_steps=1)
+    trainer.fit(Configured(torch.optim.SGD, {"milestones": [1]}, extra), loader(32, 8))
+    loaded = Configured.load_from_checkpoint(trainer.checkpoint_callback.last_model_path, optimizer=None)
+    assert loaded.hparams.extra["text"] == "${oc.env:CITY}"
 
 
 def test_programs_of_the_page_run(tmp_path, monkeypatch):

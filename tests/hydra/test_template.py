@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -110,15 +111,15 @@ def test_two_devices_sweep_in_one_directory(train, tmp_path):
     assert read_losses(sweep / "0") != read_losses(sweep / "1")
 
 
-def test_run_resumes_in_its_output_directory(train, tmp_path):
+def test_run_resumes_with_the_printed_command(project, train, tmp_path):
     whole, cut = (f"hydra.run.dir={tmp_path / name}" for name in ("whole", "cut"))
-    train(whole, "trainer.max_epochs=3")
-    train(cut, "trainer.max_epochs=2")
-    train(cut, "trainer.max_epochs=3", "+trainer.resume=auto")
+    train(whole, "trainer.max_epochs=2")
+    (advice,) = re.findall("longer: python[^ ]* (.*)", train(cut, "trainer.max_epochs=1"))
+    assert run(project, *shlex.split(advice)).returncode == 0
     assert read_losses(tmp_path / "cut") == read_losses(tmp_path / "whole")
-    path = tmp_path / "cut/checkpoints/step-00000042"
-    train(f"hydra.run.dir={tmp_path / 'new'}", "trainer.max_epochs=3", f"ckpt_path={path}")
-    assert read_losses(tmp_path / "new") == read_losses(tmp_path / "whole")[2:]
+    path = tmp_path / "cut/checkpoints/step-00000021"
+    train(f"hydra.run.dir={tmp_path / 'new'}", "trainer.max_epochs=2", f"ckpt_path={path}")
+    assert read_losses(tmp_path / "new") == read_losses(tmp_path / "whole")[1:]
 
 
 def test_different_directories_of_ranks_are_refused(train, tmp_path):

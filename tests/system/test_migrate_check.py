@@ -1,6 +1,7 @@
 """`lumen migrate --check`: Lightning and Lumen train the same first steps, or the cause of a difference is named."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,8 @@ if special == "network":
     urllib.request.urlopen("http://lumen.invalid")
 if special == "write":
     open(settings.pop("file"), "w")
+if special == "exit":
+    sys.exit(3)
 if special != "no fit":
     trainer = L.Trainer(max_steps=30, **{"accelerator": "cpu", **settings})
     trainer.fit(Line(), train, DataLoader(data, 16), ckpt_path="a.ckpt" if special == "resume" else None)
@@ -142,6 +145,7 @@ def test_check_names_the_cause_of_a_difference(project, settings, message):
     ("settings", "reason"),
     [
         ({"special": "no fit"}, "the command does not call fit of Lightning's Trainer.\n"),
+        ({"special": "exit"}, "the command for Lightning failed: exit code 3\n"),
         ({"special": "resume"}, "the command resumes a training. Give a command that starts a new training.\n"),
         ({"special": "network"}, "the project asks lumen.invalid.>\n"),
         ({"accelerator": "tpu"}, "the command for Lightning failed: "),
@@ -237,3 +241,8 @@ def test_check_refuses_a_wrong_command_line(project, words, message):
     code, out, err = run_migrate(".", *words)
     assert code == 2
     assert message in out + err
+
+
+def test_check_copies_no_special_files(project):
+    os.mkfifo("pipe")
+    assert run_migrate(".", "--check", "--", "no-program")[1] == "cannot compare: there is no program no-program.\n"

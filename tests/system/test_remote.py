@@ -596,13 +596,14 @@ def test_damaged_checkpoint_is_skipped_and_leftovers_cleaned(tmp_path, place, ca
     assert sorted(list_names(place / "run")) == ["step-00000006", "step-00000006.damaged-1", "step-00000008"]
 
 
-def test_checkpoints_of_another_run_are_refused_and_kept(tmp_path, memory):
+def test_checkpoints_of_another_run_are_kept(tmp_path, memory):
     fit(tmp_path, memory, 4)
     put(memory / "step-00000099/state.json")
     before = sorted(MemoryFileSystem.store)
-    with pytest.raises(ConfigError, match=r"memory://bucket contains checkpoints of a different run"):
-        fit(tmp_path, memory, 4)
-    assert sorted(MemoryFileSystem.store) == before
+    fit(tmp_path, memory, 4)
+    new = sorted({*MemoryFileSystem.store} - {*before})
+    assert {each.split("/")[1] for each in new} == {"bucket-2"}
+    assert {*before} < {*MemoryFileSystem.store}
 
 
 class Unwilling(Regression):

@@ -116,10 +116,13 @@ def refuse_pickle(path: str) -> None:
     """Refuse a file that could only be unpickled.
 
     Raises:
-        ConfigError: The file is a pickle, such as `model.pt`; the message says how to convert it.
+        ConfigError: The file is a pickle, such as `model.pt`; the message says how to convert it, or that the file
+            does not exist.
     """
     place = expand_path(path.partition("?")[0])
     if place.suffix in PICKLE_SUFFIXES and not place.is_dir():
+        if "://" not in path and not place.exists():
+            raise ConfigError(f"{path} does not exist. Lumen reads checkpoint directories and safetensors, no pickles.")
         verb, name = ("Download and convert", place.name) if "://" in path else ("Convert", str(place))
         stem = quote(f"{place.stem}.safetensors")
         raise ConfigError(_CONVERT_HINT.format(path=path, verb=verb, name=quote(name), stem=stem))

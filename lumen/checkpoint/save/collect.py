@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from lumen.checkpoint.format.codec import JSON, Tensors, encode, name_objects
@@ -110,6 +111,11 @@ def capture_run(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors],
         "data_hyperparameters": (
             name_objects(get_recorded_hparams(datamodule)) if isinstance(datamodule, HyperparametersMixin) else {}
         ),
+        "omegaconf": {
+            entry: [name for name, value in owner.hparams.items() if OmegaConf.is_config(value)]
+            for entry, owner in (("hyperparameters", task), ("data_hyperparameters", datamodule))
+            if isinstance(owner, HyperparametersMixin)
+        },
         "extra_state": {name: module.get_extra_state() for name, module in stateful},
         "modes": get_modes(task),
         "built": run.optim.built,

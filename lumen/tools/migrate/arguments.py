@@ -7,12 +7,12 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import lumen
 from lumen.errors.arguments import is_neutral_argument
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_LOG, INSTEAD_IN_SAVE, INSTEAD_OF_CLASSES, RENAMED
-from lumen.tools.migrate.source import EditableSource, ItemEditor, SourceItem
+from lumen.tools.migrate.source import NOTES, TABLES, EditableSource, ItemEditor, SourceItem
 
 
 @final
@@ -26,6 +26,11 @@ class ArgumentChange(NamedTuple):
 
     arguments: Mapping[str, Any] | None = None
     sentence: str = ""
+
+    def format_values(self, kind: str, old: str) -> dict[str, str]:
+        """Return the sources of the new values by name, where `old` is the source of the old value."""
+        return {name: old if value is UNCHANGED else format_value(value, kind)
+                for name, value in (self.arguments or {}).items()}  # fmt: skip
 
 
 @final
@@ -48,64 +53,7 @@ _CALLBACK_CLASSES = ("ModelCheckpoint", "EarlyStopping")
 _REMOVED, _NO_CHANGE = ArgumentChange({}), ArgumentChange()
 
 
-#: Argument names of Lightning's constructors in order, for classes whose order differs in Lumen.
-POSITIONS: Mapping[str, str] = {
-    "BackboneFinetuning": "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr "
-    "should_align initial_denom_lr train_bn verbose rounding",
-    "BatchSizeFinder": "mode steps_per_trial init_val max_trials batch_arg_name margin max_val",
-    "CSVLogger": "save_dir name version prefix flush_logs_every_n_steps",
-    "DDPStrategy": "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state "
-    "ddp_comm_hook ddp_comm_wrapper model_averaging_period process_group_backend timeout start_method",
-    "DeviceStatsMonitor": "cpu_stats",
-    "EMAWeightAveraging": "device use_buffers decay update_every_n_steps update_starting_at_step "
-    "update_starting_at_epoch",
-    "LightningCLI": "model_class datamodule_class save_config_callback save_config_kwargs trainer_class "
-    "trainer_defaults seed_everything_default parser_kwargs",
-    "ModelCheckpoint": "dirpath filename monitor verbose save_last save_top_k save_on_exception save_weights_only mode",
-    "OnExceptionCheckpoint": "dirpath filename",
-    "PyTorchProfiler": "dirpath filename",
-    "RichProgressBar": "refresh_rate leave theme console_kwargs",
-    "SimpleProfiler": "dirpath filename extended",
-    "SpikeDetection": "mode window warmup atol rtol exclude_batches_path finite_only",
-    "StochasticWeightAveraging": "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device",
-    "TQDMProgressBar": "refresh_rate process_position leave",
-    "TensorBoardLogger": "save_dir name version log_graph default_hp_metric prefix sub_dir",
-    "Timer": "duration interval verbose",
-}
-#: Unknown arguments that change the training. They stay, so that Lumen raises an error for them.
-_KEPT_ARGUMENTS = {
-    "DDP": ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"),
-    "EMA": ("avg_fn",), "SWA": ("avg_fn",),
-    "Trainer": ("auto_lr_find", "auto_scale_batch_size", "early_stop_callback", "ipus", "multiple_trainloader_mode",
-                "plugins", "stochastic_weight_avg", "tpu_cores", "truncated_bptt_steps"),
-}  # fmt: skip
 _KEPT_CLASSES = ("FSDP",)
-_RENAMED: Mapping[str, Mapping[str, str]] = {
-    "Trainer": {
-        "gradient_clip": "gradient_clip_val",
-        "min_nb_epochs": "min_epochs",
-        "nb_gpu_nodes": "num_nodes",
-        "nb_sanity_val_steps": "num_sanity_val_steps",
-        "num_processes": "devices",
-    },
-    "CLI": {"seed_everything_seed": "seed_everything_default"},
-}
-_RESUME_NOTE = (
-    "resume: Lumen resumes from its own checkpoints, which are directories. For the weights of Lightning's .ckpt: "
-    "lumen convert FILE OUT.safetensors, and Trainer(init_from=OUT.safetensors)."
-)
-_SUMMARY_NOTE = "enable_model_summary: for a value of None, write False; for full, add ModelSummary(max_depth=-1)."
-_GPUS_NOTE = 'gpus: for a value of 0 or None, set accelerator="cpu".'
-_DEVICES_NOTE = "devices: a number of devices. Choose the devices by CUDA_VISIBLE_DEVICES."
-_PRECISION_NOTE = "precision: 16-true would train float16 parameters without a loss scale. Use fp16, or bf16-true."
-_INTERVAL_NOTE = (
-    "val_check_interval: an int counts optimizer steps, across epochs. Divide the value by accumulate_grad_batches, "
-    "and leave check_val_every_n_epoch=None out."
-)
-_UNUSED_NOTE = (
-    "strategy: write lumen.DDP(find_unused_parameters=True), or in a config {class_path: lumen.DDP, init_args: "
-    "{find_unused_parameters: true}}."
-)
 _DDP_NAMES = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find_unused_parameters_false")
 
 
@@ -117,7 +65,7 @@ def _make_flag_change(on: Mapping[str, Any]) -> Callable[[Any], ArgumentChange]:
 def _change_strategy(value: Any) -> ArgumentChange:
     name = value.lower() if isinstance(value, str) else ""
     if name in ("ddp_find_unused_parameters_true", "ddp_notebook_find_unused_parameters_true"):
-        return ArgumentChange(None, _UNUSED_NOTE)
+        return ArgumentChange(None, NOTES["unused"])
     if name.startswith(_DDP_NAMES) or name in ("fsdp_native", "fsdp_cpu_offload"):
         return ArgumentChange({"strategy": name[: 4 if name.startswith("fsdp") else 3]})
     if name.startswith("deepspeed"):
@@ -137,7 +85,7 @@ def _change_accelerator(value: Any) -> ArgumentChange:
 
 def _change_gpus(value: Any) -> ArgumentChange:
     if value is UNKNOWN:
-        return ArgumentChange({"accelerator": "gpu", "devices": UNCHANGED}, _GPUS_NOTE)
+        return ArgumentChange({"accelerator": "gpu", "devices": UNCHANGED}, NOTES["gpus"])
     if value in (None, 0, "0", []):
         return _REMOVED
     devices = _change_devices(value)
@@ -146,7 +94,9 @@ def _change_gpus(value: Any) -> ArgumentChange:
 
 def _change_devices(value: Any) -> ArgumentChange:
     several = [each for each in value.split(",") if each] if isinstance(value, str) and "," in value else value
-    return ArgumentChange({"devices": len(several)}, _DEVICES_NOTE) if isinstance(several, list | tuple) else _NO_CHANGE
+    return (
+        ArgumentChange({"devices": len(several)}, NOTES["devices"]) if isinstance(several, list | tuple) else _NO_CHANGE
+    )
 
 
 def _change_checkpoint_callback(value: Any) -> ArgumentChange:
@@ -157,7 +107,7 @@ def _change_checkpoint_callback(value: Any) -> ArgumentChange:
 
 def _change_precision(value: Any) -> ArgumentChange:
     if value in ("16-true", "fp16-true"):
-        return ArgumentChange(None, _PRECISION_NOTE)
+        return ArgumentChange(None, NOTES["precision"])
     if isinstance(value, str) and value.startswith("transformer-engine"):
         return ArgumentChange(None, "precision: the Transformer Engine is not supported. Use bf16.")
     return _NO_CHANGE
@@ -178,14 +128,14 @@ _BY_VALUE: Mapping[tuple[str, str], Callable[[Any], ArgumentChange]] = {
     ),
     ("Trainer", "reload_dataloaders_every_epoch"): _make_flag_change({"reload_dataloaders_every_n_epochs": 1}),
     ("Trainer", "resume_from_checkpoint"): lambda value: (
-        ArgumentChange({"resume": UNCHANGED}, _RESUME_NOTE) if value else _REMOVED
+        ArgumentChange({"resume": UNCHANGED}, NOTES["resume"]) if value else _REMOVED
     ),
     ("Trainer", "strategy"): _change_strategy,
     ("Trainer", "val_check_interval"): lambda value: (
-        ArgumentChange(None, _INTERVAL_NOTE) if type(value) is int else _NO_CHANGE
+        ArgumentChange(None, NOTES["interval"]) if type(value) is int else _NO_CHANGE
     ),
     ("Trainer", "weights_summary"): lambda value: (
-        ArgumentChange({"enable_model_summary": value is UNKNOWN}, _SUMMARY_NOTE if value is UNKNOWN else "")
+        ArgumentChange({"enable_model_summary": value is UNKNOWN}, NOTES["summary"] if value is UNKNOWN else "")
         if value in (None, UNKNOWN)
         else _REMOVED
         if value == "top"
@@ -221,7 +171,7 @@ def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
     if name in _list_accepted(owner) or owner == "LambdaCallback" or (has_kwargs and name not in instead):
         return _NO_CHANGE
     note = instead.get(name) or ""
-    new = _RENAMED.get(owner, {}).get(name)
+    new = TABLES["renamed"].get(owner, {}).get(name)
     if new is None and (use := _USE.fullmatch(note)) is not None and use[1] in _list_accepted(owner):
         new = use[1]
     if new is not None:
@@ -230,7 +180,7 @@ def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
     neutral = getattr(kind, "NEUTRAL", {}).get(name, ())
     if is_neutral_argument(kind, name, value) or (_is_off(value) and (value is None or not neutral)):
         return _REMOVED
-    if not note or owner in _KEPT_CLASSES or name in _KEPT_ARGUMENTS.get(owner, ()):
+    if not note or owner in _KEPT_CLASSES or name in TABLES["kept"].get(owner, "").split():
         return ArgumentChange(None, f"{name} of {owner}. {note or f'{owner} has no argument {name}.'}")
     return ArgumentChange({}, format_left_out(f"{name} of {owner}", note))
 
@@ -256,7 +206,7 @@ def list_positional_names(name: str, owner: str) -> tuple[list[str], list[str]]:
     """Return the positional argument names of Lightning's class `name` and of Lumen's class `owner`."""
     parameters = inspect.signature(getattr(lumen, owner)).parameters.values()
     ours = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return POSITIONS[name].split() if name in POSITIONS else ours, ours
+    return TABLES["positions"][name].split() if name in TABLES["positions"] else ours, ours
 
 
 @cache
@@ -271,11 +221,10 @@ def _is_off(value: Any) -> bool:
 
 
 _USE = re.compile(r"Use (\w+)\.")  # sentences that name a new argument of the same meaning
-_Kind = Literal["python", "yaml"]
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*$")
 
 
-def format_value(value: Any, kind: _Kind) -> str:
+def format_value(value: Any, kind: str) -> str:
     """Return plain data as Python or YAML source."""
     if isinstance(value, _Expression):
         return value.text
@@ -427,7 +376,7 @@ class CallEditor:
         return {"plugins"}
 
     def _apply_change(self, items: ItemEditor, item: SourceItem, change: ArgumentChange) -> None:
-        if change.sentence == _GPUS_NOTE and change.arguments and "accelerator" in change.arguments:
+        if change.sentence == NOTES["gpus"] and change.arguments and "accelerator" in change.arguments:
             text = self._source.get_text(item.value)
             text = text if isinstance(item.value, _SIMPLE) else f"({text})"
             accelerator, devices = _Expression(f'"gpu" if {text} else "cpu"'), _Expression(f"{text} or 1")
@@ -441,9 +390,8 @@ class CallEditor:
         elif [*change.arguments.values()] == [UNCHANGED]:
             items.rename(item, next(iter(change.arguments)))
         else:
-            texts = [self._source.get_text(item.value) if value is UNCHANGED else format_value(value, "python")
-                     for value in change.arguments.values()]  # fmt: skip
-            parts = [f"{items.format_name(key)}{text}" for key, text in zip(change.arguments, texts, strict=True)]
+            texts = change.format_values("python", self._source.get_text(item.value))
+            parts = [f"{items.format_name(key)}{text}" for key, text in texts.items()]
             before = self._source.text[self._source.find_line_start(item.start) : item.start]
             between = ", " if before.strip() else f",{self._source.newline}{before}"
             self._source.replace(item.start, item.end, between.join(parts))

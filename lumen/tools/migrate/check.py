@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -66,7 +67,7 @@ def check_project(arguments: Namespace, commands: Sequence[list[str]], edit: Cal
             first = _record_training(LIGHTNING, commands[0], original, copies[0], folder, arguments)
             notes = edit(copies[1])
             second = _record_training(LUMEN, commands[-1], path, copies[1], folder, arguments)
-        except _CannotCompareError as reason:
+        except (_CannotCompareError, OSError) as reason:
             if notes:
                 print("To check by hand:", *notes, sep="\n", file=stderr)
             print(f"cannot compare: {reason}", file=stdout)
@@ -86,7 +87,11 @@ def _copy_project(source: Path, to: Path) -> Path:
         left -= min(size, _LINKED_BYTES)
         if left < 0:
             raise _CannotCompareError(f"{source} has more than 2 GB of files. Move the data elsewhere.")
-        os.symlink(os.path.realpath(file), target) if size > _LINKED_BYTES else shutil.copy2(file, target)
+        if size > _LINKED_BYTES:
+            os.symlink(os.path.realpath(file), target)
+        else:
+            shutil.copy2(file, target)
+            os.chmod(target, os.stat(target).st_mode | stat.S_IWUSR)
 
     def list_ignored(folder: str, names: list[str]) -> list[str]:
         target, paths = to / Path(folder).relative_to(source), [Path(folder, name) for name in names]
@@ -94,8 +99,8 @@ def _copy_project(source: Path, to: Path) -> Path:
         links = [each for each in paths if each.is_symlink() and each.is_dir()]
         for each in links:
             (target / each.name).symlink_to(each.resolve())
-        return [each.name for each in paths if each in links or each.name in _IGNORED or not each.exists()
-                or (each / "pyvenv.cfg").exists()]  # fmt: skip
+        special = {each for each in paths if not (each.is_file() or each.is_dir()) or (each / "pyvenv.cfg").exists()}
+        return [each.name for each in paths if each in {*links, *special} or each.name in _IGNORED]
 
     shutil.copytree(source, to, copy_function=copy, ignore=list_ignored, dirs_exist_ok=True)
     return to
@@ -140,7 +145,8 @@ def _record_training(
         limits = f"{arguments.steps} steps in {arguments.time_limit:g} s"
         raise _CannotCompareError(f"{library} did not train {limits}. See --steps and --time-limit.")
     if code:
-        raise _CannotCompareError(f"the command for {library} failed: {(lines or [f'exit code {code}'])[-1]}")
+        error = next((line for line in lines[-1:] if ": " in line), f"exit code {code}")
+        raise _CannotCompareError(f"the command for {library} failed: {error}")
     raise _CannotCompareError(f"the command does not call fit of {library}'s Trainer.")
 
 

@@ -24,7 +24,8 @@ from lumen.tools.migrate.config import ConfigEditor, find_config_groups
 from lumen.tools.migrate.names import FileNames
 from lumen.tools.migrate.notebook import Notebook
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses, find_unsaved, list_files
-from lumen.tools.migrate.python import FileEditor, MigrationNote, iterate_used_names
+from lumen.tools.migrate.python import FileEditor, iterate_used_names
+from lumen.tools.migrate.source import MigrationNote
 from lumen.tools.migrate.texts import ANY_LIGHTNING, edit_commands_of_pip, edit_text
 from lumen.tools.migrate.transformers import TrainerEditor, uses_trainer
 from lumen.tools.terminal import format_count, make_table_console
@@ -117,14 +118,17 @@ def migrate_project(path: Path) -> list[MigratedFile]:
     python: dict[Path, tuple[ParsedFile, str, Notebook | None]] = {}
     found: list[MigratedFile] = []
     rest: list[tuple[Path, str, str]] = []
-    for file in list_files(path):
+    files = list_files(path)
+    own = {file.relative_to(path).with_suffix("").parts[0] for file in files if file.suffix == ".py" and file != path}
+    for file in files:
         try:
             text, encoding = _read_file(file)
-            notebook = Notebook(text) if file.suffix == ".ipynb" and ANY_LIGHTNING.search(text) else None
+            is_meant = file.suffix == ".ipynb" and (ANY_LIGHTNING.search(text) or "TrainingArguments" in text)
+            notebook = Notebook(text) if is_meant else None
             if file.suffix in (".py", ".pyi") or notebook is not None:
                 code = text if notebook is None else notebook.code
                 tree = ast.parse(code)
-                python[file] = (ParsedFile(code, tree, FileNames(tree)), encoding, notebook)
+                python[file] = (ParsedFile(code, tree, FileNames(tree, own)), encoding, notebook)
             elif file.suffix != ".ipynb":
                 rest.append((file, text, encoding))
         except RecursionError:
@@ -199,7 +203,7 @@ def _write_edits(edited: list[MigratedFile], *, force: bool) -> None:
     """Write the edited files.
 
     Raises:
-        ConfigError: Git could not undo the edits, and `force` is False.
+        ConfigError: Git could not undo the edits, and `force` is False; or a file cannot be written.
     """
     lost = {} if force else find_unsaved(each.path for each in edited)
     if lost:
@@ -207,6 +211,11 @@ def _write_edits(edited: list[MigratedFile], *, force: bool) -> None:
         raise ConfigError(
             f"nothing was written, because git could not undo the edits:\n{lines}\nCommit first, or add --force."
         )
+    for each in edited:
+        try:
+            each.path.open("r+b").close()
+        except OSError as error:
+            raise ConfigError(f"nothing was written: {error}. Make the file writable.") from None
     for each in edited:
         each.path.write_bytes(each.after.encode(each.encoding))
 

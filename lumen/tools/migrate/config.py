@@ -12,21 +12,15 @@ from typing import Any, final
 import yaml
 
 from lumen.cli.classes import find_counterpart
-from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES
-from lumen.tools.migrate.arguments import (
-    UNCHANGED,
-    UNKNOWN,
-    format_left_out,
-    format_value,
-    get_change,
-)
-from lumen.tools.migrate.names import find_new_name, get_short_name
+from lumen.errors.lightning_names import INSTEAD_OF_CLASSES
+from lumen.tools.migrate.arguments import UNKNOWN, ArgumentChange, format_left_out, get_change
+from lumen.tools.migrate.names import LIGHTNING_NAME, find_new_name, get_short_name
 from lumen.tools.migrate.project import ProjectClasses
-from lumen.tools.migrate.python import MigrationNote
-from lumen.tools.migrate.source import EditableSource
+from lumen.tools.migrate.source import EditableSource, MigrationNote
 
 _HYDRA_KEY, _TARGET = re.compile("_[a-z]+_"), "_target_"
-_LIGHTNING_NAME = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
+#: Keys that name a class, and the keys of its arguments; `target` is of projects with a function of their own.
+_CLASS_KEYS = {"class_path": "init_args", "target": "params"}
 _COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH_NOTE = "For fit, set trainer.resume: auto, last, best, or the path of a run or checkpoint."
 _SCHEDULE_KEY = "lr_schedule"
@@ -115,15 +109,15 @@ class ConfigEditor:
         for key, value in node.value:  # A config may name a callback without class_path.
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 new = self._rename_class(each) or self._get_constructed_class(each)
-                arguments = _get_entries(node).get("init_args")
+                arguments = _get_entries(node).get(_CLASS_KEYS.get(str(key.value), ""))
                 if new.startswith("lumen.") and _HYDRA_KEY.fullmatch(str(key.value)):
                     self._edit_arguments(node, get_short_name(new))
-                elif new.startswith("lumen.") and key.value == "class_path" and isinstance(arguments, yaml.MappingNode):
-                    self._edit_arguments(arguments, get_short_name(new), (node, "init_args"))
+                elif new.startswith("lumen.") and key.value in _CLASS_KEYS and isinstance(arguments, yaml.MappingNode):
+                    self._edit_arguments(arguments, get_short_name(new), (node, _CLASS_KEYS[key.value]))
 
     def _rename_class(self, node: yaml.Node) -> str | None:
         """Replace the name of a Lightning class by the name of Lumen's class, and return that name, or None."""
-        if not isinstance(node, yaml.ScalarNode) or not _LIGHTNING_NAME.fullmatch(node.value):
+        if not isinstance(node, yaml.ScalarNode) or not LIGHTNING_NAME.fullmatch(node.value):
             return None
         found = find_counterpart(node.value)
         if found is None or found.name is None:
@@ -150,7 +144,7 @@ class ConfigEditor:
         removed = set()
         for key, value in node.value:
             name = key.value.removesuffix("+")
-            is_class = isinstance(value, yaml.ScalarNode) and _LIGHTNING_NAME.fullmatch(value.value)
+            is_class = isinstance(value, yaml.ScalarNode) and LIGHTNING_NAME.fullmatch(value.value)
             if name in ("class_path", "defaults") or _HYDRA_KEY.fullmatch(name) or is_class:
                 continue
             if owner == "Trainer" and name == "plugins" and _has_only_environments(value):
@@ -160,7 +154,7 @@ class ConfigEditor:
             if change.sentence:
                 self._add_note(key, change.sentence)
             if change.arguments:
-                self._replace_entry(node, key, value, change.arguments)
+                self._replace_entry(node, key, value, change)
             elif change.arguments is not None:
                 removed.add(key.value)
         if within is None and node.value and len(removed) == len(node.value):
@@ -169,14 +163,14 @@ class ConfigEditor:
         else:
             self._remove_entries(node, removed, owner=within)
 
-    def _replace_entry(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
+    def _replace_entry(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, change: ArgumentChange) -> None:
         """Replace one entry by the new entries."""
         between = ", " if node.flow_style else f"{self._source.newline}{' ' * key.start_mark.column}"
-        if len(new) == 1 and next(iter(new.values())) is UNCHANGED:
-            self._source.replace(key.start_mark.index, key.end_mark.index, next(iter(new)))
+        texts = change.format_values("yaml", self._get_text(value))
+        if [*texts.values()] == [self._get_text(value)]:
+            self._source.replace(key.start_mark.index, key.end_mark.index, next(iter(texts)))
             return
-        texts = (self._get_text(value) if each is UNCHANGED else format_value(each, "yaml") for each in new.values())
-        entries = map("{}: {}".format, new, texts)
+        entries = map("{}: {}".format, texts, texts.values())
         self._source.replace(key.start_mark.index, value.end_mark.index, between.join(entries))
 
     def _get_text(self, node: yaml.Node) -> str:
@@ -220,7 +214,7 @@ def find_config_groups(configs: Iterable[tuple[PurePath, str]]) -> dict[str, str
         with suppress(yaml.YAMLError):
             for name, _, node in _iterate_named_mappings(yaml.compose(text, yaml.SafeLoader), path.parent.name):
                 target = _get_entries(node).get(_TARGET)
-                if target is not None and _LIGHTNING_NAME.fullmatch(str(target.value)):
+                if target is not None and LIGHTNING_NAME.fullmatch(str(target.value)):
                     counterpart = find_counterpart(target.value)
                     new = counterpart.name if counterpart is not None else None
                     found.setdefault(name, set()).add(get_short_name(new) if new is not None else "")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
-from lumen.tools.migrate.source import EditableSource
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+from lumen.tools.migrate.source import NOTES, AddNote, EditableSource, Function, get_last_name
 
 #: For each hook: the hook that Lumen calls at the same moment, and the step of which Lightning collects the outputs.
 _COUNTERPARTS: Mapping[str, tuple[str, str]] = {
@@ -16,11 +14,6 @@ _COUNTERPARTS: Mapping[str, tuple[str, str]] = {
     "validation_epoch_end": ("on_validation_epoch_end", "validation_step"),
     "test_epoch_end": ("on_test_epoch_end", "test_step"),
 }
-_RETURN_NOTE = "Lumen ignores the value that {} returns. Log values by self.log."
-_MEAN_NOTE = (
-    "{step} now logs {names}: the mean over the samples of the epoch. {hook} took the mean over batches, in which a "
-    "smaller last batch counted as much as the others."
-)
 #: Options of `self.log` that have no effect in the step, or that the new call sets.
 _DROPPED_OPTIONS = ("batch_size", "on_epoch", "on_step", "rank_zero_only", "sync_dist")
 #: Calls that do not change the mean of scalars.
@@ -52,10 +45,10 @@ class EpochEndEditor:
         used: Names that the project uses.
     """
 
-    def __init__(self, source: EditableSource, note: Callable[[ast.AST, str], None], used: frozenset[str]) -> None:
+    def __init__(self, source: EditableSource, note: AddNote, used: frozenset[str]) -> None:
         self._source, self._note, self._used = source, note, used
 
-    def edit(self, method: _Function, methods: Mapping[str, _Function]) -> bool:
+    def edit(self, method: Function, methods: Mapping[str, Function]) -> bool:
         """Rename a hook that does not read the outputs; move logged means into the step.
 
         Args:
@@ -80,16 +73,16 @@ class EpochEndEditor:
         logged = _MeanReader(self._source, outputs).read(method)
         return step is not None and bool(logged) and self._log_in_step(method, step, logged)
 
-    def _rename(self, method: _Function, hook: str) -> None:
+    def _rename(self, method: Function, hook: str) -> None:
         start = self._source.text.index(method.name, self._source.get_span(method)[0])
         self._source.replace(start, start + len(method.name), hook)
         first, last = method.args.args
         end = self._source.get_span(method.args.defaults[-1] if method.args.defaults else last)[1]
         self._source.replace(self._source.get_span(first)[1], end, "")
         if any(isinstance(node, ast.Return) and node.value is not None for node in _walk_body(method)):
-            self._note(method, _RETURN_NOTE.format(hook))
+            self._note(method, NOTES["return"].format(hook))
 
-    def _log_in_step(self, method: _Function, step: _Function, logged: list[_LoggedMean]) -> bool:
+    def _log_in_step(self, method: Function, step: Function, logged: list[_LoggedMean]) -> bool:
         """Log the means in the step, and remove the hook. Return False if the step does not allow that."""
         calls_of_log = [node for node in _walk_body(step) if isinstance(node, ast.Call) and _is_own_log(node)]
         own = {self._source.get_text(node.args[0]) for node in calls_of_log if node.args}
@@ -112,10 +105,10 @@ class EpochEndEditor:
             self._source.replace(at, at, "".join(text + separator for place, text in calls if place == at))
         self._remove(method)
         names = ", ".join(each.name for each in logged)
-        self._note(step, _MEAN_NOTE.format(step=step.name, names=names, hook=method.name))
+        self._note(step, NOTES["mean"].format(step=step.name, names=names, hook=method.name))
         return True
 
-    def _remove(self, method: _Function) -> None:
+    def _remove(self, method: Function) -> None:
         """Remove a method, with its decorators and the empty lines before it."""
         first = self._source.get_span(method.decorator_list[0] if method.decorator_list else method)[0]
         start, end = self._source.find_line_start(first), self._source.get_span(method)[1]
@@ -139,7 +132,7 @@ class _MeanReader:
         self._records: dict[str, ast.Dict] = {}
         self._logged: dict[str, _LoggedMean] = {}
 
-    def read(self, method: _Function) -> list[_LoggedMean]:
+    def read(self, method: Function) -> list[_LoggedMean]:
         """Return the means, or an empty list if the hook does anything else."""
         return [*self._logged.values()] if all(map(self._read_statement, method.body)) else []
 
@@ -227,7 +220,7 @@ class _MeanReader:
             return self._find_entry(node.left) if is_sum and count == f"len({self._outputs})" else None
         if not isinstance(node, ast.Call):
             return None
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        name = get_last_name(node.func)
         of_object = isinstance(node.func, ast.Attribute) and not node.args and isinstance(node.func.value, ast.Call)
         inner = node.func.value if of_object and isinstance(node.func, ast.Attribute) else node
         return self._find_entry(inner) if name in ("mean", "nanmean") else None
@@ -235,7 +228,7 @@ class _MeanReader:
     def _find_entry(self, node: ast.expr) -> ast.expr | None:
         """Return `x["key"]` or `x` of `f([x["key"] for x in outputs])`, where f does not change the mean, or None."""
         while isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = get_last_name(node.func)
             if name not in ("array", "mean", "stack", "sum", "tensor", "Tensor", "FloatTensor"):
                 return None
             node = node.args[0]
@@ -263,7 +256,7 @@ def _strip_conversions(node: ast.expr) -> ast.expr:
     return node
 
 
-def _find_output(step: _Function, statement: ast.Return, key: str | None) -> ast.expr | None:
+def _find_output(step: Function, statement: ast.Return, key: str | None) -> ast.expr | None:
     """Return the expression of an entry of the output that a step returns, or None if it is not a plain name."""
     value: ast.expr | None = statement.value
     record = _read_dictionary(value)
@@ -294,11 +287,11 @@ def _is_own_log(node: ast.Call) -> bool:
     return getattr(owner, "id", "") == "self" and getattr(node.func, "attr", "") == "log"
 
 
-def _walk_body(function: _Function) -> Iterator[ast.AST]:
+def _walk_body(function: Function) -> Iterator[ast.AST]:
     """Yield the nodes of a function's body, without those of functions and classes inside."""
     waiting: list[ast.AST] = [*function.body]
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
             waiting.extend(ast.iter_child_nodes(node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from itertools import pairwise
@@ -10,34 +11,12 @@ from typing import NamedTuple, final
 
 import lumen
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES, RENAMED
-from lumen.tools.migrate.source import COMMENT, EditableSource
+from lumen.tools.migrate.source import COMMENT, NOTES, TABLES, EditableSource
 
-_MODULES = (
-    "accelerators apply_func argparse base batch_size_finder callback callbacks checkpoint cli cloud_io "
-    "combined_loader comet compile core csv_logs data datamodule decorators demos device_stats_monitor distributed "
-    "early_stopping enums environments exceptions fabric finetuning gpu_stats_monitor gradient_accumulation_scheduler "
-    "grads hooks imports io lambda_function layer_sync lightning logger loggers loops lr_finder lr_monitor memory "
-    "metrics migration mlflow model_checkpoint model_helpers model_summary module neptune on_exception_checkpoint "
-    "overrides parsing plugins precision prediction_writer profiler profilers progress progress_bar pruning pytorch "
-    "rank_zero rich_model_summary rich_progress saving seed states stochastic_weight_avg strategies tensorboard "
-    "testing throughput timer tqdm_progress trainer training_type tuner types utilities wandb warnings "
-    "weight_averaging "
-)
 #: Modules in the packages of any version of Lightning.
-MODULES = frozenset(_MODULES.split())
+MODULES = frozenset(TABLES["modules"].split())
 #: Full names of the replacements for types and functions that are not in `lumen.__all__`.
-ELSEWHERE: Mapping[str, str] = {
-    **dict.fromkeys(("ArgsType", "EVAL_DATALOADERS", "STEP_OUTPUT", "TRAIN_DATALOADERS"), "typing.Any"),
-    **dict.fromkeys(("OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig"), "typing.Any"),
-    "LRSchedulerConfigType": "typing.Any",
-    "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
-    "LRScheduler": "torch.optim.lr_scheduler.LRScheduler",
-    "LRSchedulerTypeUnion": "torch.optim.lr_scheduler.LRScheduler",
-    "LightningArgumentParser": "lumen.cli.options.OptionParser",
-    "LightningEnum": "enum.StrEnum",
-    "LightningOptimizer": "torch.optim.Optimizer",
-    "MisconfigurationException": "lumen.errors.ConfigError",
-}
+ELSEWHERE: Mapping[str, str] = TABLES["elsewhere"]
 
 
 @final
@@ -61,14 +40,6 @@ def get_short_name(full: str) -> str:
 def is_module(full: str) -> bool:
     """Return True if a full name of Lightning is a package or module."""
     return full in LIGHTNING_PACKAGES or get_short_name(full) in MODULES
-
-
-def is_of_lightning(full: str) -> bool:
-    """Return True for names of Lightning's packages, and for functions that have no rank until Lightning sets it."""
-    module, _, short = full.rpartition(".")
-    return full.split(".")[0] in LIGHTNING_PACKAGES or (
-        module == "lightning_utilities.core.rank_zero" and short in lumen.__all__
-    )
 
 
 def find_new_name(full: str) -> LumenName | None:
@@ -95,17 +66,7 @@ def find_replacement(full: str) -> str:
     short = get_short_name(full)
     if full.split(".")[1:2] == ["fabric"] or short == "Fabric" or full.startswith("lightning_fabric"):
         return "Lumen has no Fabric: write the loop as training_step of a TaskModule."
-    return INSTEAD_OF_CLASSES.get(short) or _OLD_FUNCTIONS.get(short) or f"Lumen has no {short}."
-
-
-_RESULT = "Return the loss, and log values by self.log."
-#: Names that only Lightning 0 and 1 have.
-_OLD_FUNCTIONS: Mapping[str, str] = {
-    "EvalResult": _RESULT,
-    "TrainResult": _RESULT,
-    "auto_move_data": "Lumen moves the batches of a run; move other tensors by .to(self.device).",
-    "load": "Write torch.load.",
-}
+    return INSTEAD_OF_CLASSES.get(short) or TABLES["old_functions"].get(short) or f"Lumen has no {short}."
 
 
 @final
@@ -131,14 +92,17 @@ class FileNames:
 
     Args:
         tree: The syntax tree of the file.
+        own: Names of the project's packages, which hide packages of the same name.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, own: Container[str] = ()) -> None:
+        self._own = own
         self.bindings: dict[str, ImportBinding] = {}
         self.all_bindings: list[ImportBinding] = []
-        self.star_imports: list[ast.ImportFrom] = []
+        self.star_imports: dict[str, ast.ImportFrom] = {}
         self.imported: dict[str, str] = {}
         self.bound: set[str] = set()
+        self.read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         for node in ast.walk(tree):
             self._record_binding(node)
         kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -158,9 +122,9 @@ class FileNames:
                 self._add_binding(alias.asname or package, full, alias, node)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if alias.name == "*" and (node.module or "").split(".")[0] in LIGHTNING_PACKAGES and not node.level:
-                    self.star_imports.append(node)
                 full = f"{'.' * node.level}{node.module or ''}.{alias.name}"
+                if alias.name == "*":
+                    self.star_imports[full] = node
                 self._add_binding(alias.asname or alias.name, full, alias, node)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             self.bound.add(node.id)
@@ -170,13 +134,21 @@ class FileNames:
             self.bound.add(node.name)
 
     def _add_binding(self, local: str, full: str, alias: ast.alias, statement: ast.Import | ast.ImportFrom) -> None:
-        if is_of_lightning(full):
+        if self.is_of_lightning(full):
             if alias.name != "*":
                 self.all_bindings.append(ImportBinding(local, full, alias, statement))
                 self.bindings[local] = self.all_bindings[-1]
         else:
             self.bound.add(local)
             self.imported[local] = full
+
+    def is_of_lightning(self, full: str) -> bool:
+        """Return True for names of Lightning, and for functions that have no rank until Lightning sets the rank."""
+        module, _, short = full.rpartition(".")
+        package = full.split(".")[0]
+        return (package in LIGHTNING_PACKAGES and package not in self._own) or (
+            module == "lightning_utilities.core.rank_zero" and short in lumen.__all__
+        )
 
     def get_full_name(self, node: ast.AST) -> str | None:
         """Return the full name of the imported object that a name or attribute in the file refers to, or None."""
@@ -190,7 +162,7 @@ class FileNames:
     def get_lightning_name(self, node: ast.AST) -> str | None:
         """Return the full name of the Lightning object that a name in the file refers to, or None."""
         full = self.get_full_name(node)
-        return full if full is not None and is_of_lightning(full) else None
+        return full if full is not None and self.is_of_lightning(full) else None
 
     def get_binding(self, node: ast.AST) -> ImportBinding | None:
         """Return the binding that a name or the beginning of a dotted name refers to, or None."""
@@ -206,11 +178,8 @@ def _get_stored_name(node: ast.AST) -> str:
     return node.arg if isinstance(node, ast.arg) else ""
 
 
-_TORCHMETRICS = (
-    "torchmetrics continues pytorch_lightning.metrics. Its metrics of classification need task, and num_classes or "
-    'num_labels: Accuracy(task="multiclass", num_classes=10).'
-)
-_AMBIGUOUS = "{} has a second meaning in a function of this file. Rename one of the two, and run lumen migrate again."
+#: Full name of an object of Lightning, in a text.
+LIGHTNING_NAME = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
 
 
 @final
@@ -344,16 +313,19 @@ class ImportEditor:
                 is_ambiguous = is_renamed and binding.local in self._names.ambiguous
                 found = self._kept[binding]
                 uses = [use for use in found if not self._source.is_replaced(*use)]
+                if binding.local == self._package and all(last - first == len(binding.local) for first, last in uses):
+                    uses = []  # The name of the package is a name for Lumen now.
                 if new is not None and new.module.startswith("torchmetrics"):
-                    left.append((statement.lineno, _TORCHMETRICS))
+                    left.append((statement.lineno, NOTES["torchmetrics"]))
                 if new is not None and not is_module_name and not is_ambiguous:
                     add_import(new, self._get_local_name(binding))
                 elif not is_module_name and not is_ambiguous and found and not uses:
                     continue  # All uses are left out.
                 elif not is_module_name or is_ambiguous or uses:
                     short = get_short_name(binding.full)
-                    note = _AMBIGUOUS if is_ambiguous else f"{short}: {find_replacement(binding.full)}"
-                    left.append((statement.lineno, note.format(binding.local)))
+                    kind = "ambiguous" if is_ambiguous else "stays" if is_module_name else ""
+                    note = NOTES[kind].format(binding.local) if kind else f"{short}: {find_replacement(binding.full)}"
+                    left.append((statement.lineno, note))
                     if isinstance(statement, ast.Import):
                         plain.append(ast.unparse(alias))
                     else:
@@ -363,7 +335,7 @@ class ImportEditor:
                 for each in dict.fromkeys(wanted):
                     if each.module != "lumen":
                         add_import(each, each.name if self._is_free(each) else f"_{each.name}")
-                    elif "lumen" not in self._names.imported:
+                    elif "lumen" not in {*self._names.imported, self._names.imported.get(self._package)}:
                         plain.append("lumen" if self._package == "lumen" else f"lumen as {self._package}")
         lines = [f"import {each}" for each in plain]
         comments = self._list_comments(run)

@@ -8,7 +8,8 @@ import re
 from itertools import product
 from typing import Any, final
 
-_CELL = "# lumen-migrate: cell"
+#: Comment before the code of each cell.
+CELL = "# lumen-migrate: cell"
 _COMMAND = "pass  # lumen-migrate: "
 _COMMAND_LINE = re.compile(r"^([ \t]*)([%!?].*)$", re.M)
 _MARKED_LINE = re.compile(rf"^([ \t]*){re.escape(_COMMAND)}(.*)$", re.M)
@@ -32,22 +33,22 @@ class Notebook:
     def __init__(self, text: str) -> None:
         self._content = json.loads(text)
         cells = self._content.get("cells") if isinstance(self._content, dict) else None
-        if not isinstance(cells, list):
+        if not isinstance(cells, list) or not all(isinstance(each, dict) and "source" in each for each in cells):
             raise ValueError("not a notebook of format 4")
         found = next((each for each in _LAYOUTS if self._format(each) == text), None)
         if found is None:
             raise ValueError("not in the layout that Jupyter writes")
         self._layout, self._cells = found, [cell for cell in cells if _is_python(cell)]
-        self.code = "".join(f"{_CELL}\n{_read_source(cell)}\n" for cell in self._cells)
+        self.code = "".join(f"{CELL}\n{_read_source(cell)}\n" for cell in self._cells)
 
     def find_cell(self, line: int) -> int:
         """Return the number, from 1, of the cell that contains a line of the code."""
-        cell = self._cells[self.code.split("\n")[:line].count(_CELL) - 1]
+        cell = self._cells[self.code.split("\n")[:line].count(CELL) - 1]
         return next(number for number, each in enumerate(self._content["cells"], 1) if each is cell)
 
     def write(self, code: str) -> str:
         """Return the contents of the file with new code."""
-        parts = code.split(f"{_CELL}\n")[1:]
+        parts = code.split(f"{CELL}\n")[1:]
         for cell, part in zip(self._cells, parts, strict=True):
             source = _MARKED_LINE.sub(r"\1\2", part.removesuffix("\n"))
             cell["source"] = source if isinstance(cell["source"], str) else source.splitlines(keepends=True)
@@ -65,7 +66,7 @@ def _read_source(cell: dict[str, Any]) -> str:
 
 def _is_python(cell: dict[str, Any]) -> bool:
     """Return True if a cell has Python code."""
-    if cell.get("cell_type") != "code" or "".join(cell.get("source", "")).startswith("%%"):
+    if cell.get("cell_type") != "code" or "".join(cell["source"]).startswith("%%"):
         return False
     try:
         ast.parse(_read_source(cell))

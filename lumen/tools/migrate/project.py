@@ -15,6 +15,7 @@ import lumen
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.tools.migrate.names import FileNames, LumenName, find_new_name, get_short_name
+from lumen.tools.migrate.source import get_last_name
 
 _BASES = {
     lumen.TaskModule: "task",
@@ -61,7 +62,10 @@ class ProjectClasses:
         files = list(files)
         self._modules = modules
         sources = (full for file in files for full in file.names.imported.values())
-        imported = {get_short_name(full) for full in sources if self._is_own(full)}
+        imported = {get_short_name(full) for full in sources if self.is_own(full)}
+        for file in files:
+            if any(map(self.is_own, file.names.star_imports)):
+                imported |= file.names.read - file.names.bound
         bindings = (each for file in files for each in file.names.all_bindings)
         #: Full name in Lightning by the local name that other files of the project import.
         self.reexported = {each.local: each.full for each in bindings if each.local in imported}
@@ -96,19 +100,19 @@ class ProjectClasses:
                 return None
             if (full := names.get_lightning_name(node.bases[0])) is not None:
                 return full
-            name = getattr(node.bases[0], "attr", getattr(node.bases[0], "id", ""))
+            name = get_last_name(node.bases[0])
         return None
 
     def _get_base_kind(self, base: ast.expr, names: FileNames) -> str | None:
         full = names.get_full_name(base)
         if full is not None and full.split(".")[0] in ("lumen", *LIGHTNING_PACKAGES):
             return _find_kind(find_new_name(full))
-        short = get_short_name(full) if full is not None else getattr(base, "attr", getattr(base, "id", ""))
-        if full is not None and short not in self.kinds and short in self.reexported and self._is_own(full):
+        short = get_short_name(full) if full is not None else get_last_name(base)
+        if full is not None and short not in self.kinds and short in self.reexported and self.is_own(full):
             return _find_kind(find_new_name(self.reexported[short]))
         return self.kinds.get(short)
 
-    def _is_own(self, full: str) -> bool:
+    def is_own(self, full: str) -> bool:
         """Return True if an object is imported from a file of the project."""
         return full.startswith(".") or full.split(".")[0] in self._modules
 
@@ -117,7 +121,7 @@ class ProjectClasses:
         values = [*node.args, *(each.value for each in node.keywords)]
         if len(values) < 2 or not isinstance(values[1], ast.Constant):
             return
-        short = getattr(values[0], "attr", getattr(values[0], "id", ""))
+        short = get_last_name(values[0])
         full = names.get_lightning_name(values[0]) or self.get_constructed_class(short)
         if full is not None and (new := find_new_name(full)) is not None and new.module == "lumen":
             self.option_groups[str(values[1].value)] = new.name

@@ -6,36 +6,30 @@ import ast
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeGuard, final
 
 import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
+from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNING_PACKAGES, NOT_IN_CLI
 from lumen.task.hooks import HOOKS, NOT_CALLED
 from lumen.task.steps import REMOVED_ARGUMENTS
 from lumen.tools.migrate.arguments import METHODS, CallEditor, format_left_out
 from lumen.tools.migrate.epoch_ends import EpochEndEditor
-from lumen.tools.migrate.names import ImportEditor, find_new_name, find_replacement, get_short_name, is_module
+from lumen.tools.migrate.names import (
+    LIGHTNING_NAME,
+    ImportEditor,
+    find_new_name,
+    find_replacement,
+    get_short_name,
+    is_module,
+)
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
-from lumen.tools.migrate.source import EditableSource
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+from lumen.tools.migrate.source import NOTES, TABLES, AddNote, EditableSource, Function, MigrationNote, get_last_name
 
 _REMOVED_ARGUMENTS = {"optimizer_idx", "on_tpu", "using_native_amp", "using_lbfgs"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_CALLBACK_STATE_NOTE = (
-    "Lumen does not save the returned value. Write state_dict and load_state_dict, or put the value into checkpoint, "
-    "which is a dictionary of this callback alone."
-)
-_MANUAL_NOTE = (
-    "With automatic_optimization = False, max_steps, global_step and every_n_train_steps count the calls of "
-    "training_step in which at least one optimizer has stepped."
-)
-_OPTIMIZER_STEP_NOTE = (
-    "Lumen calls optimizer_step after the gradients are complete and clipped, with (epoch, batch_idx, optimizer, "
-    "optimizer_closure)."
-)
 
 
 @final
@@ -48,9 +42,8 @@ class MethodEditor:
         used: Names that the project uses.
     """
 
-    def __init__(self, source: EditableSource, note: Callable[[ast.AST, str], None], used: frozenset[str]) -> None:
-        self._source, self._note = source, note
-        self._epoch_ends = EpochEndEditor(source, note, used)
+    def __init__(self, source: EditableSource, note: AddNote, used: frozenset[str]) -> None:
+        self._source, self._note, self._epoch_ends = source, note, EpochEndEditor(source, note, used)
 
     def edit_methods(self, owner: ast.ClassDef, kind: str) -> None:
         """Edit or note all methods of a class.
@@ -59,7 +52,7 @@ class MethodEditor:
             owner: The definition of the class.
             kind: Kind of the class: "task", "data module", "callback" or "cli".
         """
-        methods = {each.name: each for each in owner.body if isinstance(each, _Function)}
+        methods = {each.name: each for each in owner.body if isinstance(each, Function)}
         not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
         for name, method in methods.items():
             if kind == "task" and self._epoch_ends.edit(method, methods):
@@ -77,11 +70,11 @@ class MethodEditor:
         for target in node.targets:
             name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
             if name == "automatic_optimization" and isinstance(node.value, ast.Constant) and node.value.value is False:
-                self._note(node, _MANUAL_NOTE)
+                self._note(node, NOTES["manual"])
             if name == "truncated_bptt_steps":
                 self._note(node, NOT_CALLED["task"]["truncated_bptt_steps"])
 
-    def _edit_signature(self, method: _Function, kind: str) -> None:
+    def _edit_signature(self, method: Function, kind: str) -> None:
         arguments = method.args
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         if method.name in _STEPS and kind == "task":
@@ -90,18 +83,18 @@ class MethodEditor:
                     self._note(method, f"Lumen does not pass {name}. {REMOVED_ARGUMENTS[name]}")
             return
         if method.name == "optimizer_step" and not _REMOVED_ARGUMENTS.isdisjoint(names):
-            self._note(method, _OPTIMIZER_STEP_NOTE)
+            self._note(method, NOTES["optimizer_step"])
         if method.name not in HOOKS or arguments.vararg is not None:
             return
         returned = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
         if kind == "callback" and method.name == "on_save_checkpoint" and any(returned):
-            self._note(method, _CALLBACK_STATE_NOTE)
+            self._note(method, NOTES["callback_state"])
         owner = lumen.Callback if kind == "callback" else lumen.TaskModule
         passed = len(inspect.signature(getattr(owner, method.name)).parameters)
         if len(names) - len(arguments.defaults) > passed:
             self._drop_parameters(method, names, passed)
 
-    def _drop_parameters(self, method: _Function, names: list[str], passed: int) -> None:
+    def _drop_parameters(self, method: Function, names: list[str], passed: int) -> None:
         """Remove the last parameters, which Lumen does not pass, if the method does not read them."""
         extra = {*names[passed:]}
         read = {node.id for each in method.body for node in ast.walk(each) if isinstance(node, ast.Name)}
@@ -112,7 +105,7 @@ class MethodEditor:
         last_kept, last = [*method.args.posonlyargs, *method.args.args][passed - 1], method.args.args[-1]
         self._source.replace(self._source.get_span(last_kept)[1], self._source.get_span(last)[1], "")
 
-    def check_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[bool]) -> None:
+    def check_key(self, node: ast.Subscript, function: Function | None, steps_return: set[bool]) -> None:
         """Edit or note a subscript of a checkpoint or of the output of a training step."""
         if function is None or not isinstance(node.value, ast.Name) or not isinstance(node.slice, ast.Constant):
             return
@@ -129,57 +122,13 @@ class MethodEditor:
                 )
 
 
-CHECKPOINT_NOTE = (
-    "A checkpoint is a directory without a suffix. For the weights of Lightning's .ckpt: lumen convert FILE "
-    "OUT.safetensors, and Trainer(init_from=OUT.safetensors)."
-)
-DIRECTORY_NOTE = (
-    "The directory of a run is default_root_dir/name, by default runs/NAME. The directory contains metrics.csv."
-)
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-_LOADER_NOTE = (
-    "self.{0}() is None unless the task defines {0}. In configure_optimizers read "
-    "self.trainer.estimated_stepping_batches, the number of steps of the run; in hooks read self.trainer.{1}."
-)
-_EXPERIMENT_NOTE = (
-    "self.logger is the first logger of the trainer. Pass lumen.TensorBoardLogger() to the trainer, or the experiment "
-    "is None."
-)
-_ARGPARSE_NOTE = (
-    "Lumen has no argparse functions. Add each option that you use by parser.add_argument, and write "
-    "{}(NAME=args.NAME, ...). Or use lumen.CLI, which has an option for each argument."
-)
 _ARGPARSE_METHODS = ("from_argparse_args", "add_argparse_args", "parse_argparser", "match_env_arguments")
-_SCHEDULER_NOTE = (
-    "Lightning ignores the key scheduler next to optimizer, and Lumen raises an error. Write lr_scheduler in its place "
-    "to use the schedule, or remove the entry to train as before."
-)
-_OUTPUT_NOTE = (
-    "Lumen, as Lightning since 1.0, ignores the entry {key} of the output. Write self.log_dict({value}{options}) "
-    "before the return."
-)
-#: Decorators of Lightning that Lumen does not need, with the reason.
-_DROPPED_DECORATORS: Mapping[str, str] = {
-    "data_loader": "Lumen calls the method as it is.",
-    "parameter_validation": "Tie parameters in __init__ or configure_model: they stay tied.",
-    "rank_zero_experiment": "Lumen calls a logger in the first process only.",
-}
-_REEXPORT_NOTE = "{full} is now lumen, with Lumen's names. Write import lumen, and lumen.NAME in place of {local}.NAME."
-_STAR_NOTE = "Import the used names of Lightning one by one, in place of *."
 #: Attributes of Lightning's trainer that Lumen has under another name, which `ATTRIBUTES` gives.
 _RENAMED_ATTRIBUTES = {
     "gpus", "lightning_optimizers", "num_gpus", "num_processes", "resume_from_checkpoint", "total_batch_idx",
     "training_type_plugin",
 }  # fmt: skip
-_TASK_ATTRIBUTES: Mapping[str, str] = {
-    "dtype": "Read next(self.parameters()).dtype.",
-    "fabric": "Lumen has no Fabric.",
-    "on_gpu": 'Read self.device.type == "cuda".',
-    "to_onnx": "Write lumen export RUN --format onnx --output FILE.onnx, or call torch.onnx.export.",
-    "to_torchscript": "Write lumen export RUN --format torch-export --output FILE.pt2.",
-    "to_tensorrt": "Write lumen export RUN --format torch-export --output FILE.pt2.",
-    "use_amp": "Read self.trainer.precision.",
-}
 #: Names of objects that hold settings, and whose attribute `trainer` is no trainer.
 _CONFIG_NAME = re.compile("cfg|conf|args|opt|param|setting|flags", re.I)
 #: Packages with trainers of their own.
@@ -191,11 +140,12 @@ _SAME_ARGUMENTS = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
 
 
 @final
-class MigrationNote(NamedTuple):
-    """Note on a line that the user has to check."""
+class _Owner(NamedTuple):
+    """Class around a node: its kind, the full names of its bases in Lightning, and the names of its methods."""
 
-    line: int
-    sentence: str
+    kind: str | None = None
+    bases: tuple[str, ...] = ()
+    methods: frozenset[str] = frozenset()
 
 
 @final
@@ -215,10 +165,8 @@ class FileEditor:
         self._methods = MethodEditor(self._source, self._add_note, used)
         self._calls = CallEditor(self._source, self._add_line_note, self._get_object_class, calls_fit="fit" in used)
         self._notes: dict[MigrationNote, tuple[int, int] | None] = {}
-        self._kinds: list[str | None] = [None]
-        self._bases: list[list[str]] = [[]]
-        self._defined: list[set[str]] = [set()]
-        self._functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+        self._owners = [_Owner()]  # the classes around the present node
+        self._functions: list[Function] = []
         #: Values that the file assigns to each name.
         self._assigned: defaultdict[str, list[ast.expr]] = defaultdict(list)
         for each in ast.walk(file.tree):
@@ -236,9 +184,12 @@ class FileEditor:
             theirs = self._classes.reexported.get(local)
             if theirs is not None and is_module(theirs) and get_short_name(full) == local:
                 line = next(n for n, text in enumerate(self._source.lines, 1) if re.search(rf"\b{local}\b", text))
-                self._add_line_note(line, _REEXPORT_NOTE.format(local=local, full=full))
-        for star in self._names.star_imports:
-            self._add_note(star, _STAR_NOTE)
+                self._add_line_note(line, NOTES["reexport"].format(local=local, full=full))
+        for full, star in self._names.star_imports.items():
+            if self._names.is_of_lightning(full) or (
+                self._classes.is_own(full) and self._names.read & self._classes.reexported.keys()
+            ):
+                self._add_note(star, NOTES["star"])
         for line, sentence in self._imports.write_imports(self._file.tree):
             if sentence not in {note.sentence for note in self._notes}:
                 self._add_line_note(line, sentence)
@@ -301,7 +252,7 @@ class FileEditor:
         return is_variable or (
             isinstance(node, ast.Attribute)
             and node.attr == "trainer"
-            and not _CONFIG_NAME.search(getattr(node.value, "attr", getattr(node.value, "id", "")))
+            and not _CONFIG_NAME.search(get_last_name(node.value))
         )
 
     # ------------------------------------------------------------------ names
@@ -318,18 +269,20 @@ class FileEditor:
         inherits = self._classes.kinds.get(getattr(node.value, "id", "")) in ("data module", "trainer")
         if (full is not None or inherits) and node.attr in _ARGPARSE_METHODS:
             self._visit_children(node)
-            self._add_note(node, _ARGPARSE_NOTE.format(self._source.get_text(node.value)))
+            self._add_note(node, NOTES["argparse"].format(self._source.get_text(node.value)))
             return True
         if self._is_trainer(node.value) and node.attr in ATTRIBUTES and not hasattr(lumen.Trainer, node.attr):
             self._edit_trainer_attribute(node)
         is_logger = getattr(node.value, "attr", "") == "logger"
         if node.attr == "experiment" and is_logger and not any(name.endswith("Logger") for name in self._used):
-            self._add_note(node, _EXPERIMENT_NOTE)
+            self._add_note(node, NOTES["experiment"])
         is_of_task = (
-            self._kinds[-1] == "task" and getattr(node.value, "id", "") == "self" and node.attr in _TASK_ATTRIBUTES
+            self._owners[-1].kind == "task"
+            and getattr(node.value, "id", "") == "self"
+            and node.attr in TABLES["task_attributes"]
         )
         if is_of_task and (node.attr.startswith("to_") or not hasattr(lumen.TaskModule, node.attr)):
-            self._add_note(node, f"self.{node.attr}: {_TASK_ATTRIBUTES[node.attr]}")
+            self._add_note(node, f"self.{node.attr}: {TABLES['task_attributes'][node.attr]}")
         return False
 
     def _rename_use(self, node: ast.Name | ast.Attribute) -> None:
@@ -371,9 +324,15 @@ class FileEditor:
     def _visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str) and "\n" not in node.value:
             if node.value.endswith(".ckpt"):
-                self._add_note(node, CHECKPOINT_NOTE)
+                self._add_note(node, NOTES["checkpoint"])
             if "lightning_logs" in node.value:
-                self._add_note(node, DIRECTORY_NOTE)
+                self._add_note(node, NOTES["directory"])
+            counterpart = find_counterpart(node.value) if LIGHTNING_NAME.fullmatch(node.value) else None
+            if counterpart is not None and get_short_name(node.value)[:1].isupper():
+                advice = f"{counterpart.name}: check the arguments that it receives."
+                self._add_note(node, advice if counterpart.name else f"{node.value}: {counterpart.advice}")
+                text = self._source.get_text(node)
+                self._source.replace_node(node, text.replace(node.value, counterpart.name or node.value))
 
     def _visit_Expr(self, node: ast.Expr) -> bool:
         return isinstance(node.value, ast.Constant)  # Docstrings are not visited.
@@ -384,23 +343,21 @@ class FileEditor:
         kind = self._classes.get_kind(node, self._names)
         if kind in ("task", "data module", "callback", "cli"):
             self._methods.edit_methods(node, kind)
-        self._kinds.append(kind)
-        self._defined.append({each.name for each in node.body if isinstance(each, _Function)})
-        self._bases.append([name for base in node.bases if (name := self._names.get_lightning_name(base)) is not None])
+        names = map(self._names.get_lightning_name, node.bases)
+        methods = {each.name for each in node.body if isinstance(each, Function)}
+        self._owners.append(_Owner(kind, tuple(filter(None, names)), frozenset(methods)))
         self._visit_children(node)
-        self._kinds.pop()
-        self._bases.pop()
-        self._defined.pop()
+        self._owners.pop()
         return True
 
-    def _visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    def _visit_FunctionDef(self, node: Function) -> bool:
         self._edit_annotation(node.returns)
         for each in node.decorator_list:
             short = get_short_name(self._names.get_lightning_name(each) or "")
-            if short in _DROPPED_DECORATORS:
+            if short in TABLES["dropped_decorators"]:
                 start, end = self._source.get_span(each)
                 self._source.replace(self._source.find_line_start(start), self._source.find_line_end(end), "")
-                note = format_left_out(f"@{short}", _DROPPED_DECORATORS[short])
+                note = format_left_out(f"@{short}", TABLES["dropped_decorators"][short])
                 self._add_line_note(self._source.get_line_number(start), note)
         self._functions.append(node)
         self._visit_children(node)
@@ -410,11 +367,11 @@ class FileEditor:
     _visit_AsyncFunctionDef = _visit_FunctionDef
 
     def _visit_Assign(self, node: ast.Assign) -> None:
-        if self._kinds[-1] == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
+        if self._owners[-1].kind == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
             self._methods.check_flag(node)
         target = node.targets[0]
         is_own = isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self"
-        if is_own and getattr(target, "attr", "") == "hparams" and self._kinds[-1] in ("task", "data module"):
+        if is_own and getattr(target, "attr", "") == "hparams" and self._owners[-1].kind in ("task", "data module"):
             self._source.replace(self._source.get_span(node)[0], self._source.get_span(node.value)[0],
                                  "self.save_hyperparameters(")  # fmt: skip
             end = self._source.get_span(node)[1]
@@ -424,14 +381,14 @@ class FileEditor:
 
     def _visit_Dict(self, node: ast.Dict) -> None:
         entries = {getattr(key, "value", None): value for key, value in zip(node.keys, node.values, strict=True)}
-        function = self._functions[-1].name if self._functions and self._kinds[-1] == "task" else ""
+        function = self._functions[-1].name if self._functions and self._owners[-1].kind == "task" else ""
         if function == "configure_optimizers" and "optimizer" in entries and "scheduler" in entries:
-            self._add_note(node, _SCHEDULER_NOTE)
+            self._add_note(node, NOTES["scheduler"])
         for key in ("log", "progress_bar") if function in _STEPS and "loss" in " ".join(map(str, entries)) else ():
             if key in entries:
                 options = ", prog_bar=True, logger=False" if key == "progress_bar" else ""
                 value = self._source.get_text(entries[key])
-                self._add_note(node, _OUTPUT_NOTE.format(key=key, value=value, options=options))
+                self._add_note(node, NOTES["output"].format(key=key, value=value, options=options))
 
     def _visit_Subscript(self, node: ast.Subscript) -> None:
         function = self._functions[-1] if self._functions else None
@@ -439,13 +396,18 @@ class FileEditor:
         values = self._assigned.get(node.value.id, []) if isinstance(node.value, ast.Name) else [node.value]
         loads = any(isinstance(each, ast.Call) and self._source.get_text(each.func) == "torch.load" for each in values)
         if loads and getattr(node.slice, "value", None) in INSTEAD_OF_KEYS:
-            self._add_note(node, CHECKPOINT_NOTE)
+            self._add_note(node, NOTES["checkpoint"])
+
+    def _visit_Compare(self, node: ast.Compare) -> None:
+        names = map(self._names.get_lightning_name, ast.walk(node))
+        if any(get_short_name(name or "") == "__version__" for name in names):
+            self._add_note(node, NOTES["version"])
 
     # ------------------------------------------------------------------ calls
 
     def _visit_Call(self, node: ast.Call) -> bool:
         self._visit_children(node)  # An argument may move, with the edits in it.
-        short = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        short = get_last_name(node.func)
         receives = short in _CLASS_RECEIVERS and bool(node.args)
         function = node.args[0] if receives else node.func
         if short == "from_argparse_args" and isinstance(function, ast.Attribute):
@@ -456,15 +418,15 @@ class FileEditor:
                 self._calls.edit_constructor(node, get_short_name(full), owner, is_direct=not receives)
                 self._note_unpacked(node, owner)
         elif _is_super_init(node):
-            for base in self._bases[-1]:
+            for base in self._owners[-1].bases:
                 owner = self._get_lumen_class(base)
                 if owner is not None and f"lumen.{owner}" not in _SAME_ARGUMENTS:
                     self._calls.edit_constructor(node, get_short_name(base), owner)
         elif isinstance(node.func, ast.Attribute) and self._is_method(node.func):
             self._calls.edit_method(node, node.func.attr)
         is_own = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
-        if is_own and short in _LOADERS and self._kinds[-1] == "task" and short not in self._defined[-1]:
-            self._add_note(node, _LOADER_NOTE.format(short, f"{short}s" if short != "train_dataloader" else short))
+        if is_own and short in _LOADERS and self._owners[-1].kind == "task" and short not in self._owners[-1].methods:
+            self._add_note(node, NOTES["loader"].format(short, f"{short}s" if short != "train_dataloader" else short))
         if short == "set_defaults":
             for each in node.args:
                 if isinstance(each, ast.Dict):
@@ -489,14 +451,14 @@ class FileEditor:
         if function.attr in _TRAINER_METHODS:
             return self._is_trainer(function.value)
         if function.attr in ("log", "log_dict"):
-            is_ours = self._kinds[-1] in ("task", "callback")
+            is_ours = self._owners[-1].kind in ("task", "callback")
             return is_ours and getattr(function.value, "id", "") in ("self", *self._list_task_names())
         return function.attr in METHODS
 
     def _list_task_names(self) -> tuple[str, ...]:
         """Return the name of the task parameter in a callback's hook, if any."""
         arguments = self._functions[-1].args.args if self._functions else []
-        return tuple(each.arg for each in arguments[2:3]) if self._kinds[-1] == "callback" else ()
+        return tuple(each.arg for each in arguments[2:3]) if self._owners[-1].kind == "callback" else ()
 
     def _edit_logger_name(self, node: ast.Call) -> None:
         for value in node.args[:1]:

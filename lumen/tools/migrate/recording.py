@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from itertools import count
@@ -16,7 +15,7 @@ from torch.optim import optimizer as hooks
 
 from lumen.data.nested import map_leaves
 from lumen.random import seed_generators
-from lumen.tools.proof.outcome import Event, get_loss, iterate_tensors, measure_tensors
+from lumen.tools.proof.outcome import Event, EventWriter, get_loss, iterate_tensors
 from lumen.tools.proof.recorder import digest_generators, iterate_state
 
 _FILE = "given.safetensors"  # initial weights and batches of the training with Lightning
@@ -50,7 +49,7 @@ class StepObserver:
         self._last, self._folder = settings["steps"], Path(settings["folder"])
         self._is_first = settings["library"] == "Lightning"
         self._events: list[Event] = []
-        self._counts = Counter[tuple[int, int, str, str]]()
+        self._writer = EventWriter(self._events)
         self._facts: dict[str, Any] = {"losses": [], "sizes": [], "given": [], "dtypes": {}, "settings": {}}
         self._facts |= {"epochs": 0, "validation": {}, "unvalidated": None}
         self._tensors = {} if self._is_first else load_file(self._folder / _FILE)
@@ -67,11 +66,7 @@ class StepObserver:
     # ------------------------------------------------------------------ events
 
     def _add_event(self, kind: str, place: str, value: Any, micro: int = -1) -> None:
-        key = self._step, micro, kind, place
-        self._counts[key] += 1
-        place = place if self._counts[key] == 1 else f"{place}#{self._counts[key]}"
-        with torch.no_grad():
-            self._events.append(Event(self._step, micro, kind, place, *measure_tensors(value)))
+        self._writer.add(self._step, micro, kind, place, value)
 
     def _run_step(self, training_step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a training step with the batch of the first training, and record the step."""

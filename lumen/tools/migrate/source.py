@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple, final
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
+
+def read_tables(name: str) -> Mapping[str, Any]:
+    """Return the tables of a file in this folder."""
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+
+
+TABLES = read_tables("tables")
+NOTES: Mapping[str, str] = TABLES["notes"]
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+AddNote = Callable[[ast.AST, str], None]  # adds a sentence on a node
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 COMMENT = re.compile(r"#[^\r\n]*")
+
+
+def get_last_name(node: ast.AST) -> str:
+    """Return the last part of a name or an attribute, or an empty string for other nodes."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+@final
+class MigrationNote(NamedTuple):
+    """Note on a line that the user has to check."""
+
+    line: int
+    sentence: str
 
 
 @final
@@ -67,6 +93,14 @@ class EditableSource:
     def replace_node(self, node: ast.AST, text: str) -> None:
         """Replace a node by a text."""
         self.replace(*self.get_span(node), text)
+
+    def remove_statement(self, node: ast.AST) -> None:
+        """Remove the lines of a statement, and one of the empty lines around it if both sides have one."""
+        start, end = self.get_span(node)
+        start, end = self.find_line_start(start), self.find_line_end(end - 1)
+        if self.text[:start].endswith(self.newline * 2) and self.text[end:].startswith(self.newline):
+            end += len(self.newline)
+        self.replace(start, end, "")
 
     def is_replaced(self, start: int, end: int) -> bool:
         """Return True if an edit of a larger span overrides the edits within a span."""

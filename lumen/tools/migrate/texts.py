@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -11,9 +12,8 @@ import yaml
 
 from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
-from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, format_value, get_change
-from lumen.tools.migrate.python import CHECKPOINT_NOTE, DIRECTORY_NOTE, MigrationNote
-from lumen.tools.migrate.source import EditableSource
+from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, get_change
+from lumen.tools.migrate.source import NOTES, EditableSource, MigrationNote
 from lumen.version import DISTRIBUTION
 
 ANY_LIGHTNING = re.compile(rf"\b({'|'.join(sorted(LIGHTNING_PACKAGES, reverse=True))})\b")
@@ -21,14 +21,21 @@ _CLASS = re.compile(rf"(?<![\w./-])({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
 _NAME = r"(?:pytorch[-_]lightning|lightning)"
 _VERSION = r"\s*(?:===?|[~!<>]=?)\s*[\w.*+!-]+"
 _REQUIREMENT = re.compile(
-    rf"(?<![\w/.-]){_NAME}(?P<extras>\[[\w, -]*\])?(?P<version>{_VERSION}(?:\s*,{_VERSION})*)?"
+    rf"(?<![\w/.-]){_NAME}(?P<extras>\[[\w, -]*\])?(?P<version>{_VERSION}(?:\s*,{_VERSION})*|\s*\([^)\n]*\))?"
     r"(?=$|[\s\"'<>=~!;,:\\])",
     re.M,
 )
 #: A dependency of Poetry, or of Pipenv: `lightning = "^2.0"`.
 _KEY = re.compile(rf"{_NAME}\s*=\s*(?:\"[^\"\n]*\"|\{{[^}}\n]*\}})")
 _OPTION = re.compile(r"--trainer\.(?P<name>\w+)(?P<separator>=|[ \t]+|$)(?P<value>(?!-)[^\s\\|;&)]+)?[ \t]*")
-_VARIABLE = re.compile(r"\bPL_(TRAINER_|FIT__TRAINER__)\w+")
+#: Texts that have another meaning in Lumen, with the note.
+_MENTIONS = {
+    re.compile(r"\.ckpt\b"): NOTES["checkpoint"],
+    re.compile("lightning_logs"): NOTES["directory"],
+    re.compile(r"\bPL_(TRAINER_|FIT__TRAINER__)\w+"): "{0}: write LUMEN_TRAINER__{1}.",
+}
+#: The text before and after a requirement without a version, which has a line of its own or is an item of a list.
+_BEFORE, _AFTER = re.compile(r"(.*[\[,{=]|\s*-)?\s*([\w-]+::)?[\"']?"), re.compile(r"[\"']?\s*([],;}#=]|$)", re.M)
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.M | re.S)
 _CODE_NOTE = "code for Lightning is not edited. Edit the code by hand, as in the diff."
 _PACKAGE_NOTE = f"replace Lightning by {DISTRIBUTION}."
@@ -78,7 +85,11 @@ def _edit_requirements(source: EditableSource, path: PurePath, start: int, end: 
     for found in _REQUIREMENT.finditer(text, start, end):
         line_start = source.find_line_start(found.start())
         before = text[line_start : found.start()]
-        if "#" in before or (is_command and "pip" not in text[line_start : source.find_line_end(found.start())]):
+        has_pip = "pip" in text[line_start : source.find_line_end(found.start())]
+        is_item = found["version"] or found["extras"] or (
+            _BEFORE.fullmatch(before) and _AFTER.match(text, found.end())
+        )  # fmt: skip
+        if "#" in before or (not has_pip and (is_command or not is_item)):
             continue
         key = _KEY.match(text, found.start()) if path.suffix == ".toml" or path.name == "Pipfile" else None
         if path.suffix in (".yaml", ".yml") and not _is_below_pip(text[: found.start()]):
@@ -137,24 +148,22 @@ def _edit_commands(source: EditableSource, start: int, end: int) -> Iterator[tup
     for found in _OPTION.finditer(text, start, end):
         value: Any = UNKNOWN
         if found["value"] is not None and "$" not in found["value"] and not found["value"].startswith(("'", '"')):
-            value = yaml.safe_load(found["value"])
+            with suppress(yaml.YAMLError):
+                value = yaml.safe_load(found["value"])
         change = get_change("Trainer", found["name"], value)
         if change.sentence:
             yield found.start(), f"--trainer.{found['name']}: {change.sentence}"
         if change.arguments is None:
             continue
-        values = (
-            found["value"] if new is UNCHANGED else format_value(new, "yaml") for new in change.arguments.values()
-        )
-        options = [f"--trainer.{key}={new}" for key, new in zip(change.arguments, values, strict=True)]
+        if found["value"] is None and UNCHANGED in change.arguments.values():
+            names = " and ".join(f"--trainer.{name}" for name in change.arguments)
+            yield found.start(), f"--trainer.{found['name']}: write {names}."
+            continue
+        texts = change.format_values("yaml", found["value"] or "")
+        options = [f"--trainer.{name}={text}" for name, text in texts.items()]
         behind = found[0][len(found[0].rstrip()) :]
         source.replace(*found.span(), " ".join(options) + behind if options else "")
-    for number, line in enumerate(text[start:end].splitlines(keepends=True)):
-        offset = start + sum(map(len, text[start:end].splitlines(keepends=True)[:number]))
-        if re.search(r"\.ckpt\b", line):
-            yield offset, CHECKPOINT_NOTE
-        if "lightning_logs" in line:
-            yield offset, DIRECTORY_NOTE
-        for variable in _VARIABLE.finditer(line):
-            new = f"LUMEN_TRAINER__{variable[0].removeprefix('PL_' + variable[1])}"
-            yield offset, f"{variable[0]}: write {new}."
+    for pattern, sentence in _MENTIONS.items():
+        for found in pattern.finditer(text, start, end):
+            name = found[0].removeprefix("PL_TRAINER_").removeprefix("PL_FIT__TRAINER__")
+            yield found.start(), sentence.format(found[0], name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial, wraps
@@ -26,7 +25,7 @@ from lumen.loggers import Logger
 from lumen.random import preserve_generators
 from lumen.task.hooks import HOOKS, is_overridden
 from lumen.task.task_module import TaskModule
-from lumen.tools.proof.outcome import Event, Outcome, count_units, get_loss, measure_tensors
+from lumen.tools.proof.outcome import EventWriter, Outcome, count_units, get_loss
 from lumen.tools.proof.outside_calls import OutsideCall
 from lumen.tools.proof.recorder import (
     describe_samples,
@@ -69,16 +68,13 @@ class VariantObserver(Callback):
 
     def __init__(self, outcome: Outcome, save_every: int, *, modules: bool = True) -> None:
         self._outcome, self._save_every, self._modules = outcome, save_every, modules
-        self._micro, self._event_counts = -1, Counter[tuple[int, int, str, str]]()
+        self._micro, self._events = -1, EventWriter(outcome.events)
         self._generators: dict[str, str] | None = None
         self.step, self._first, self._number = 0, -1, 0
         self._before_validation: dict[str, str] = {}
 
     def _add_event(self, kind: str, name: str, value: Any, micro: int = -1) -> None:
-        key = self.step, micro, kind, name
-        self._event_counts[key] += 1
-        name = name if self._event_counts[key] == 1 else f"{name}#{self._event_counts[key]}"
-        self._outcome.events.append(Event(self.step, micro, kind, name, *measure_tensors(value)))
+        self._events.add(self.step, micro, kind, name, value)
 
     def note_outside_call(self, call: OutsideCall) -> None:
         """Record a call that may return a different value in each run, and the number of events before the call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -126,6 +127,25 @@ class Event(NamedTuple):
         if self.kind in OF_MICRO_BATCHES:
             return self.step, 0, self.micro
         return self.step - (self.kind != "gradient"), 1 + OF_STEPS.index(self.kind), 0
+
+
+@final
+class EventWriter:
+    """Writer of events, which numbers the events of the same kind and name in a micro-batch.
+
+    Args:
+        events: The list to append to.
+    """
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events, self._counts = events, Counter[tuple[int, int, str, str]]()
+
+    def add(self, step: int, micro: int, kind: str, name: str, value: Any) -> None:
+        """Append an event, with the digest and the numbers of a value."""
+        key = step, micro, kind, name
+        self._counts[key] += 1
+        name = name if self._counts[key] == 1 else f"{name}#{self._counts[key]}"
+        self._events.append(Event(step, micro, kind, name, *measure_tensors(value)))
 
 
 @final

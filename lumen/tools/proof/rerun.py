@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from lumen.callbacks import Callback
+from lumen.callbacks.checkpoint_names import locate_folder
 from lumen.checkpoint.format.manifest import read_head
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.storage import as_path_or_url, is_dir
@@ -157,7 +158,7 @@ class Rerun:
         self.metrics = _read_metrics(metrics)
         if os.access(environment, os.R_OK):  # Only the owner of a run may read this file.
             self.environment = json.loads(environment.read_text())
-        for place in map(as_path_or_url, [str(path / "checkpoints"), *_list_checkpoint_folders(self.config)]):
+        for place in (locate_folder(path, given) for given in [None, *_list_dirpaths(self.config)]):
             found = list_checkpoints(place) if is_dir(place) else []
             valid = (each for each in found if not (each.problem or each.kind))
             self.checkpoints |= {int(each.info["step"]): each.path for each in valid}
@@ -299,10 +300,10 @@ def _is_left_out(callback: Any) -> bool:
     return is_subclass or _get_class_name(callback) in _LEFT_OUT
 
 
-def _list_checkpoint_folders(config: dict[str, Any]) -> list[str]:
+def _list_dirpaths(config: dict[str, Any]) -> list[PurePath]:
     """Return the directories of checkpoints in the config's callbacks."""
     callbacks = [each for each in as_list((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
     folders = (
         (each.get("init_args") or {}).get("dirpath") for each in callbacks if _get_class_name(each) == "ModelCheckpoint"
     )
-    return [str(each) for each in folders if each is not None]
+    return [as_path_or_url(each) for each in folders if each is not None]

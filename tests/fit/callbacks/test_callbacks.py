@@ -12,7 +12,7 @@ from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS
 from tests.helpers.scripted_values import Scripted, fit_scripted
 from tests.helpers.tables import read_rows
-from tests.helpers.tasks import Regression, loader, quiet_trainer
+from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -172,14 +172,14 @@ def test_what_that_error_says_to_write_works(tmp_path, options, monitor):
 class Plateau(PerStep):
     """Task with a schedule that depends on its loss at every step or at every epoch."""
 
-    def __init__(self, interval, **options):
+    def __init__(self, interval, monitor="loss", **options):
         super().__init__(**options)
-        self.interval = interval
+        self.interval, self.monitor = interval, monitor
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return [optimizer], [{"scheduler": scheduler, "interval": self.interval, "monitor": "loss"}]
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval, "monitor": self.monitor}]
 
 
 def test_epoch_schedule_rejects_per_step_monitor(tmp_path):
@@ -188,6 +188,19 @@ def test_epoch_schedule_rejects_per_step_monitor(tmp_path):
         ConfigError, match=r"lr_scheduler: the monitor 'loss' has values of single steps only.*on_epoch=True"
     ):
         quiet_trainer(tmp_path, max_epochs=3).fit(Plateau("epoch"), data)
+
+
+@pytest.mark.parametrize("count", ["step", "epoch"])
+def test_counters_as_monitors_raise_with_a_fix(tmp_path, count):
+    """`ModelCheckpoint` has these monitors, as in Lightning; `test_model_checkpoint.py` has its test."""
+    data, words = (
+        DataLoader(TensorDataset(torch.arange(4.0)), 2),
+        f"{count}' is a counter.*write Trainer.max_{count}s=N",
+    )
+    with pytest.raises(ConfigError, match=f"EarlyStopping: the monitor '{words}"):
+        bare_trainer(tmp_path, max_epochs=3, callbacks=[lumen.EarlyStopping(count)]).fit(PerStep(), data)
+    with pytest.raises(ConfigError, match=f"lr_scheduler: the monitor '{words}"):
+        bare_trainer(tmp_path, max_epochs=3).fit(Plateau("epoch", monitor=count), data)
 
 
 def test_callbacks_do_not_see_per_step_values(tmp_path):

@@ -202,12 +202,29 @@ def test_run_resumes_from_external_checkpoint_directory(tmp_path):
         return [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")]
 
     fit_scripted(tmp_path, [1, 2], elsewhere())
-    with pytest.raises(ConfigError, match="contains checkpoints of a different run"):
-        fit_scripted(tmp_path, [1, 2, 3], elsewhere())
     trainer = fit_scripted(tmp_path, [1, 2, 3], elsewhere(), resume="auto")
     assert trainer.global_step == 6
     rows = (tmp_path / "runs/run/metrics.csv").read_text().splitlines()
     assert len(rows) == 1 + 3
+
+
+def test_second_run_keeps_checkpoints_of_the_first(tmp_path, caplog):
+    def elsewhere():
+        return [lumen.ModelCheckpoint(dirpath=tmp_path / "kept", monitor="score")]
+
+    fit_scripted(tmp_path, [1, 2], elsewhere())
+    with caplog.at_level("WARNING", "lumen"):
+        second = fit_scripted(tmp_path, [1], elsewhere(), log_level="WARNING")
+    assert "kept contains checkpoints of a different run: this run saves in" in caplog.text
+    assert second.checkpoint_callback.best_model_path == str(tmp_path / "kept-2/step-00000002")
+    (tmp_path / "runs/run").rename(tmp_path / "runs/first")
+    second.run_directory.rename(tmp_path / "runs/run")
+    resumed = fit_scripted(tmp_path, [1, 2, 3], elsewhere(), resume="auto")
+    assert (resumed.ckpt_path, resumed.global_step) == (str(tmp_path / "kept-2/step-00000002"), 6)
+    (tmp_path / "runs/run").rename(tmp_path / "runs/second")
+    (tmp_path / "runs/first").rename(tmp_path / "runs/run")
+    first = fit_scripted(tmp_path, [1, 2, 3], elsewhere(), resume="auto")
+    assert (first.ckpt_path, first.global_step) == (str(tmp_path / "kept/step-00000004"), 6)
 
 
 def test_reused_trainer_saves_each_run_separately(tmp_path):

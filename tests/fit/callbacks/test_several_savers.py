@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.checkpoint import find_checkpoint, find_checkpoints
 from lumen.cli import main
-from lumen.errors import CheckpointError, ConfigError
+from lumen.errors import CheckpointError
 from tests.helpers.scripted_values import Both
 from tests.helpers.tasks import quiet_trainer
 
@@ -157,10 +157,14 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path):
     fit(tmp_path, make_savers_in_places(tmp_path, PLAIN, BEST))
     before = read_contents(tmp_path)
     for number, resume in enumerate((None, tmp_path / "b/step-00000004")):
-        with pytest.raises(ConfigError, match="contains checkpoints of a different run"):
-            fit(tmp_path / str(number), make_savers_in_places(tmp_path, PLAIN, BEST), resume=resume)
-    with pytest.raises(ConfigError, match="b contains checkpoints of a different run"):  # newer checkpoints exist
-        fit(tmp_path / "2", [lumen.ModelCheckpoint(dirpath=tmp_path / "b")], resume=tmp_path / "b/step-00000004")
+        home = tmp_path / str(number)
+        trainer = fit(home, savers := make_savers_in_places(tmp_path, PLAIN, BEST), resume=resume)
+        assert [each.dirpath for each in savers] == [tmp_path / "a-2", tmp_path / "b-2"]
+        newest = [each.last_model_path for each in savers]
+        assert newest == [f"{each.dirpath}/step-{trainer.global_step:08d}" for each in savers]
+        for folder in (home, *(each.dirpath for each in savers)):
+            assert folder.exists()
+            shutil.rmtree(folder)
     assert read_contents(tmp_path) == before
 
 

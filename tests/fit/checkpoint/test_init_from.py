@@ -550,7 +550,7 @@ def test_mistakes_in_a_config_are_one_paragraph(tmp_path, monkeypatch, capsys):
         "{model: tests.helpers.cli_tasks.Line, data: tests.helpers.cli_tasks.Points, trainer: {max_steps: 1}}"
     )
     for words, code, message in (
-        (["--trainer.init_from", "model.bin"], 2, "is a pickle"),
+        (["--trainer.init_from", "model.bin"], 2, "model.bin does not exist"),
         (["--trainer.init_from", "nowhere.safetensors"], 1, "nowhere.safetensors does not exist"),
         (["--trainer.init_from.path", "x", "--trainer.init_from.renames", "{a: b}"], 2, "renames"),
     ):

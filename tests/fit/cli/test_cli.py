@@ -594,6 +594,7 @@ def test_resume_continues_in_place_with_the_saved_seed():
         (["fit", "--trainer.resume=last"], 5),
         (["fit", "--trainer.resume=kept/step-00000003", "--trainer.callbacks.saver.dirpath=new"], 5),
         (["fit", "--trainer.resume=kept", "--trainer.callbacks.saver.dirpath=new"], 11),  # looks like a run directory
+        (["fit", "--trainer.name=line-2", "--trainer.resume=auto"], 7),  # in kept-2
         (["validate", "--ckpt_path=last"], 5),
         (["test", "--ckpt_path=best"], 5),
     ],
@@ -602,7 +603,8 @@ def test_seed_comes_from_the_checkpoint_that_is_read(words, seed):
     saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.dirpath=kept"]
     saver.append("--trainer.callbacks.saver.monitor=val_loss")
     fit(*saver, "--trainer.callbacks.saver.dirpath=kept/checkpoints", "--trainer.name=other", "--seed_everything=11")
-    fit(*saver, "--trainer.max_epochs=1", "--seed_everything=5")
+    for number in (5, 7):
+        fit(*saver, "--trainer.max_epochs=1", f"--seed_everything={number}")
     command, *words = words
     words += ["--seed_everything=null", "--trainer.max_epochs=3"]
     assert main([command, "--config=line.yaml", *saver, *words]) == 0

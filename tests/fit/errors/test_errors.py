@@ -1,5 +1,6 @@
 """Bad input: one clear error before any training, without new files."""
 
+import math
 import os
 import pickle
 import signal
@@ -154,6 +155,10 @@ TORCH_ERRORS = {
     "deterministic='warn'": lambda: torch.ones(3).put_(torch.tensor([0]), torch.ones(1)),
     "Detach the tensors that a module keeps": lambda: deepcopy(torch.ones(1, requires_grad=True).exp()),
     "Detach what one step keeps": go_back_twice,
+    "estimated_stepping_batches": lambda: int(math.inf),
+    "For the steps of the run, read": lambda: torch.optim.lr_scheduler.OneCycleLR(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]), 0.1, epochs=1, steps_per_epoch=math.inf
+    ),
     "drop_last=True": lambda: nn.BatchNorm1d(2)(torch.ones(1, 2)),
     "Labels go from 0": lambda: nn.functional.cross_entropy(torch.ones(2, 2), torch.tensor([0, 5])),
     "logits": lambda: nn.functional.binary_cross_entropy(torch.full((2,), 3.0), torch.ones(2)),
@@ -173,7 +178,7 @@ def test_errors_of_torch_say_what_to_do(tmp_path, advice):
     task = Regression()
     task.training_step = lambda batch: TORCH_ERRORS[advice]()
     trainer = quiet_trainer(tmp_path, max_epochs=1, enable_checkpointing=False, deterministic=True)
-    with pytest.raises((RuntimeError, ValueError, IndexError)) as caught:
+    with pytest.raises((RuntimeError, ValueError, IndexError, OverflowError)) as caught:
         trainer.fit(task, loader())
     assert advice in "".join(caught.value.__notes__)
 

@@ -31,7 +31,7 @@ from tests.helpers.services import (
     read_wandb,
     read_wandb_records,
 )
-from tests.helpers.tasks import Regression, loader
+from tests.helpers.tasks import Regression
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader"),  # a warning of SQLAlchemy about MLflow
@@ -357,20 +357,6 @@ def test_abandoned_branches_are_sent_again_and_marked(tmp_path, database_uri):
     assert [step for step, _ in records[0]["scaled"]] == [1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9]
     assert run.data.params["lumen/recorded_again_from_step"] == "6"
     assert of_aims["lumen"] == {"recorded_again_from_step": 6}
-
-
-def test_service_outside_fit_warns_once_and_records_nothing(tmp_path, caplog):
-    class Shown(Regression):
-        def validation_step(self, batch):
-            self.logger.experiment.log({"x": 1})
-            self.logger.log_image("x", torch.zeros(2, 2), 0)
-            super().validation_step(batch)
-
-    logger = lumen.WandbLogger()
-    trainer = lumen.Trainer(default_root_dir=tmp_path, logger=logger, enable_progress_bar=False)
-    trainer.validate(Shown(), loader())
-    assert caplog.text.count("WandbLogger.experiment was used outside of fit: its calls return nothing, and wait") == 1
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

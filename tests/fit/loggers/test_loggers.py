@@ -194,19 +194,17 @@ def test_what_a_logger_cannot_hold_it_ignores(tmp_path):
     assert read_table(directory / "metrics.csv").keys() == {"loss"}
 
 
-def test_outside_of_fit_nothing_is_recorded(tmp_path):
-    class Evaluated(Regression):
-        def validation_step(self, batch):
+def test_prediction_writes_nothing_to_loggers(tmp_path):
+    class Predicting(Regression):
+        def predict_step(self, batch):
             for logger in self.trainer.loggers:
                 logger.log_image("x", torch.zeros(2, 2), 0)
-                logger.log_histogram("x", torch.zeros(2), 0)
-                logger.log_text("x", "text", 0)
                 logger.experiment.add_scalar("x", 1.0, 0)
-            super().validation_step(batch)
 
-    trainer = fit(tmp_path, Evaluated(), logger=lumen.TensorBoardLogger())
+    trainer = fit(tmp_path, Predicting(), logger=lumen.TensorBoardLogger())
     before = read_contents(trainer.run_directory)
-    trainer.validate(Evaluated(), loader())
+    with pytest.warns(UserWarning, match="TensorBoardLogger.log_image does nothing here"):
+        trainer.predict(Predicting(), loader())
     assert read_contents(trainer.run_directory) == before
 
 
@@ -217,7 +215,8 @@ def test_experiment_is_the_summary_writer_during_fit(tmp_path):
         trainer.loggers[1].experiment.add_scalar("mine", 0.5, 11)
 
     trainer = fit(tmp_path, callbacks=[During(use)])
-    trainer.loggers[1].experiment.add_scalar("late", 0.5, 11)
+    with pytest.warns(UserWarning, match="does nothing here"):
+        trainer.loggers[1].experiment.add_scalar("late", 0.5, 11)
     assert read_scalars(trainer.run_directory)["mine"] == [(11, 0.5)]
     assert "late" not in read_scalars(trainer.run_directory)
 

@@ -328,6 +328,7 @@ def test_a_schedule_that_means_nothing_is_refused(given, message):
             {"callbacks": SCHEDULER({4: 8}), "global_batch_size": 8},
             r"Scheduler\(\{4: 8\}\) both set the size of a step",
         ),
+        ({"callbacks": SCHEDULER({0: 2}), "accumulate_grad_batches": 2}, "both set the size of a step"),
         ({"callbacks": SCHEDULER({4: 8}), "accumulate_grad_batches": 2}, r"2 and GradientAccum.*\(\{4: 8\}\) both set"),
         ({"callbacks": SCHEDULER({4: 8}), "accumulate_grad_batches": {4: 9}}, r"\{0: 1, 4: 9\} and Gradient"),
         ({"callbacks": [SCHEDULER({4: 8}), SCHEDULER({4: 8})]}, "there are two GradientAccumulationSchedulers"),

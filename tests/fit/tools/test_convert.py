@@ -235,7 +235,11 @@ def test_other_file_is_reported_as_no_pickle(capsys, content):
     assert not said.endswith(": ")
 
 
-def test_weights_error_shows_the_convert_command(tmp_path):
+def test_weights_error_shows_the_convert_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(lumen.LumenError, match=r"^last\.ckpt does not exist"):
+        lumen.Weights("last.ckpt")
+    Path("last.ckpt").touch()
     with pytest.raises(lumen.LumenError, match=r"lumen convert last\.ckpt last\.safetensors"):
         lumen.Weights("last.ckpt")
 

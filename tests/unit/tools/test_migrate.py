@@ -15,7 +15,7 @@ from lumen.tools.migrate import arguments
 from lumen.tools.migrate.command import migrate_project
 from lumen.tools.migrate.config import ConfigEditor
 from lumen.tools.migrate.names import ELSEWHERE, find_new_name
-from lumen.tools.migrate.source import EditableSource, ItemEditor
+from lumen.tools.migrate.source import TABLES, EditableSource, ItemEditor
 from tests.helpers.migrate import migrate_text, run_migrate, run_migrate_write
 
 IMPORTS = [
@@ -61,6 +61,8 @@ IMPORTS = [
      "def f():\n    import lumen\n    return lumen.Trainer"),
     ("try:\n    import lightning as L\nexcept ImportError:\n    L = None",
      "try:\n    import lumen as L\nexcept ImportError:\n    L = None"),
+    ("try:\n    import lightning as L\nexcept ImportError:\n    L = None\nif L is not None:\n    x = L.Trainer",
+     "try:\n    import lumen as L\nexcept ImportError:\n    L = None\nif L is not None:\n    x = L.Trainer"),
     ("try:\n    from lightning import LightningModule\nexcept ImportError:\n    LightningModule = object",
      "try:\n    from lumen import TaskModule as LightningModule\nexcept ImportError:\n    LightningModule = object"),
     ("import lightning as L\nx: 'L.Trainer'\ndef f(a: \"list[L.LightningModule]\") -> 'L.Callback': ...",
@@ -158,6 +160,8 @@ CALLS = [
     ("trainer.num_gpus", "trainer.num_devices"),
     ("self.trainer.training_type_plugin.barrier()", "self.trainer.strategy.barrier()"),
     ("self.trainer.train_loop.x", "self.trainer.train_loop.x"),
+    ("L.Trainer\ny = {'target': 'pytorch_lightning.Callback', 'a': 'lightning.pytorch.cli'}",
+     "lumen.Trainer\ny = {'target': 'lumen.Callback', 'a': 'lightning.pytorch.cli'}"),
 ]  # fmt: skip
 
 CLASSES = [
@@ -199,6 +203,8 @@ YAML = [
      "_target_: lumen.ModelCheckpoint\nmonitor: a\n"),
     ("_target_: lightning.pytorch.Trainer\n_partial_: true\ngpus: 0\nmax_epochs: ${epochs}\n",
      "_target_: lumen.Trainer\n_partial_: true\nmax_epochs: ${epochs}\n"),
+    ("target: pytorch_lightning.callbacks.ModelCheckpoint\nparams:\n  monitor: a\n  filename: b\n",
+     "target: lumen.ModelCheckpoint\nparams:\n  monitor: a\n"),
     ("a: [1,   2]   # kept\nb: |\n  text\n", "a: [1,   2]   # kept\nb: |\n  text\n"),
 ]  # fmt: skip
 
@@ -237,9 +243,14 @@ SAID = [
     ("L.Fabric()", "no Fabric"),
     ("from lightning.pytorch.utilities import measure_flops", "FlopCounterMode"),
     ("from lightning.pytorch import *", "one by one"),
+    ("from lightning.pytorch.utilities.types import LRSchedulerConfig", "Write a dictionary"),
     ("def f(x, *L): ...", "L has a second meaning in a function of this file. Rename one"),
     ("from lightning.pytorch.cli import OptimizerCallable", "Write Callable[[Iterable], Optimizer]"),
     ("self.trainer.fit_loop.restarting = True", "trainer.progress"),
+    ("x = {'target': 'pytorch_lightning.loggers.CometLogger'}", "Subclass lumen.Logger"),
+    ("x = {'target': 'lightning.pytorch.loggers.WandbLogger'}", "lumen.WandbLogger: check the arguments"),
+    ("x = parse(L.__version__) >= parse('1.4.0')", "Lumen has version numbers of its own."),
+    ("x = getattr(L.pytorch.callbacks, name)", "The import stays: the file uses L in code that is not edited."),
 ]
 
 
@@ -298,6 +309,24 @@ def test_base_class_in_another_file_is_resolved(tmp_path):
     )
     texts = {each.path.name: each.after for each in migrate_project(tmp_path)}
     assert "self.log('a', b)" in texts["net.py"]
+
+
+def test_a_package_of_the_project_is_not_lightning(tmp_path):
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning/__init__.py").write_text("def f(): ...\n")
+    (tmp_path / "a.py").write_text("import pytorch_lightning as pl\nfrom lightning import f\nx = pl.Callback\n")
+    (found,) = migrate_project(tmp_path)
+    assert found.after == "import lumen\nfrom lightning import f\nx = lumen.Callback\n"
+    assert not found.notes
+
+
+def test_names_behind_a_star_import_stay(tmp_path):
+    (tmp_path / "base.py").write_text("import lightning as L\nx = L.Callback\n")
+    (tmp_path / "a.py").write_text("from base import *\ny = L.LightningModule\n")
+    star, base = migrate_project(tmp_path)
+    assert base.after == "import lumen as L\nx = L.Callback\n"
+    assert [note.line for note in star.notes] == [1]
+    assert star.notes[0].sentence.startswith("Import the used names of Lightning one by one")
 
 
 def test_config_groups_of_hydra_are_edited(tmp_path):
@@ -478,7 +507,7 @@ def test_what_names_become_exists():
 
 def test_what_arguments_become_is_taken():
     takes = inspect.signature(lumen.Trainer).parameters
-    assert {*arguments._RENAMED["Trainer"].values()} <= {*takes}
+    assert {*TABLES["renamed"]["Trainer"].values()} <= {*takes}
     for method, names in arguments.METHODS.items():
         for old, new in names.items():
             kept = new.removeprefix("Use ").removesuffix(".")
@@ -488,7 +517,7 @@ def test_what_arguments_become_is_taken():
 def test_arguments_stand_where_lightning_has_them():
     callbacks = import_module("lightning.pytorch.callbacks")
     others = [import_module(f"lightning.pytorch.{name}") for name in ("loggers", "strategies", "profilers", "cli")]
-    for name, order in arguments.POSITIONS.items():
+    for name, order in TABLES["positions"].items():
         owner = next(getattr(module, name) for module in (callbacks, *others) if hasattr(module, name))
         theirs = [
             each.name for each in inspect.signature(owner.__init__).parameters.values()

@@ -1,16 +1,17 @@
 """`lumen migrate`: notebooks, requirements, shell scripts and other texts."""
 
-import json
-
 import pytest
 
-from tests.helpers.migrate import migrate_text, run_migrate, run_migrate_write
+from tests.helpers.migrate import make_notebook, migrate_text, run_migrate, run_migrate_write
 
 REQUIREMENTS = [
     ("requirements.txt", "torch\npytorch-lightning>=2,<3  # loops\nlightning-bolts\n# lightning\n",
      "torch\nlumen-train  # loops\nlightning-bolts\n# lightning\n"),
     ("requirements.txt", "lightning[extra] == 2.0.*; python_version>'3'", "lumen-train; python_version>'3'"),
     ("pyproject.toml", 'dependencies = ["lightning[extra]>=2", "x"]\n', 'dependencies = ["lumen-train", "x"]\n'),
+    ("pyproject.toml", '"lightning (~=2.5.0)"\n', '"lumen-train"\n'),
+    ("pyproject.toml", 'description = "pytorch lightning"\n', 'description = "pytorch lightning"\n'),
+    ("config.yaml", "lightning:\n  trainer: {}\n", "lightning:\n  trainer: {}\n"),
     ("pyproject.toml", '[tool.poetry.dependencies]\npytorch-lightning = "^1.5"\n',
      '[tool.poetry.dependencies]\nlumen-train = "*"\n'),
     ("Pipfile", 'pytorch-lightning = "*"\n', 'lumen-train = "*"\n'),
@@ -31,24 +32,17 @@ NOTED = [
 
 COMMANDS = [
     ("--trainer.gpus 2 --model.lr 3", "--trainer.accelerator=gpu --trainer.devices=2 --model.lr 3", ""),
+    ("--trainer.devices=[0, 1]", "--trainer.devices=[0, 1]", ""),
     ("--trainer.strategy=ddp_spawn", "--trainer.strategy=ddp", ""),
     ("--trainer.max_epochs 3 --trainer.barebones false", "--trainer.max_epochs 3 ", ""),
     ("--trainer.replace_sampler_ddp=false --a", "--a", "divides the samples"),
     ("--trainer.resume_from_checkpoint $CKPT", "--trainer.resume=$CKPT", "lumen convert"),
     ("--trainer.callbacks+=lightning.pytorch.callbacks.RichProgressBar", "--trainer.callbacks+=lumen.ProgressBar", ""),
+    ("--trainer.gpus", "--trainer.gpus", "--trainer.gpus: write --trainer.accelerator and --trainer.devices."),
     ("--ckpt_path out/last.ckpt", "--ckpt_path out/last.ckpt", "lumen convert"),
     ("lightning_logs/version_0", "lightning_logs/version_0", "runs/NAME"),
     ("PL_TRAINER_MAX_EPOCHS=3", "PL_TRAINER_MAX_EPOCHS=3", "PL_TRAINER_MAX_EPOCHS: write LUMEN_TRAINER__MAX_EPOCHS."),
 ]
-
-
-def make_notebook(*sources, **layout):
-    cells = [
-        {"cell_type": "code", "execution_count": 1, "metadata": {}, "outputs": [],
-         "source": source.splitlines(keepends=True)} for source in sources
-    ]  # fmt: skip
-    content = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(content, **{"indent": 1, "ensure_ascii": False} | layout) + "\n"
 
 
 @pytest.mark.parametrize(("name", "before", "after"), REQUIREMENTS)
@@ -107,7 +101,8 @@ def test_notebooks_are_edited_as_one_program(tmp_path, layout):
     assert (tmp_path / "a.ipynb").read_text() == after
 
 
-@pytest.mark.parametrize("text", ['{"cells": 3, "a": "lightning"}', "{lightning", '{"cells":   [], "a": "lightning"}'])
+@pytest.mark.parametrize("text", ['{"cells": 3, "a": "lightning"}', "{lightning", '{"cells":   [], "a": "lightning"}',
+                                  '{"cells": [3], "a": "lightning"}', '{"cells": [{}], "a": "lightning"}'])  # fmt: skip
 def test_a_notebook_that_cannot_be_kept_is_refused(tmp_path, text):
     (tmp_path / "a.ipynb").write_text(text)
     code, diff, said = run_migrate(tmp_path)

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import Seq2SeqTrainingArguments, TrainerCallback
 
 from lumen.tools.migrate.transformers import EVENTS, NEUTRAL, NOTED, NOTES, TRANSLATED
 from tests.helpers import ROOT
-from tests.helpers.migrate import run_migrate, run_migrate_write
+from tests.helpers.migrate import make_notebook, migrate_text, run_migrate, run_migrate_write
 
 PAGE = ROOT / "docs/migration/from-transformers.md"
 NAMED = {name for names in NOTED for name in names.split()}
@@ -113,11 +114,13 @@ ARGUMENTS = [
     ("bf16=cuda, fp16=not cuda", 'precision="bf16" if cuda else "fp16" if not cuda else "fp32"'),
     ("bf16=True", 'precision="bf16"'),
     ("use_cpu=True", 'accelerator="cpu"'),
+    ("no_cuda=cpu", 'accelerator="cpu" if cpu else "auto"'),
     ("learning_rate=2e-5", "ModelTask(model=model, lr=2e-5)"),
     ("learning_rate=2e-5", "AdamW(self.parameters(), lr=self.hparams.lr, weight_decay=0.0, fused=True)"),
     ("weight_decay=0.01", "groups = decay_groups(self, self.hparams.weight_decay)"),
     ("adam_beta2=0.95", "betas=(0.9, 0.95)"),
     ("lr_scheduler_type='cosine', warmup_steps=9", "('cosine', optimizer, self.hparams.warmup_steps, steps)"),
+    ("warmup_ratio=0.1, warmup_steps=9", "optimizer, self.hparams.warmup_steps, steps)"),
     ("warmup_ratio=0.1", "warmup = math.ceil(self.hparams.warmup_ratio * steps)"),
     ("eval_strategy='epoch'", "trainer.fit(task, train_loader, eval_loader)"),
     ("evaluation_strategy='no'", "trainer.fit(task, train_loader)\n"),
@@ -178,6 +181,8 @@ NOTES_OF = [
     ({"arguments": "num_train_epochs=2.5"}, "num_train_epochs=2.5"),
     ({"arguments": "eval_steps=0.1"}, "eval_steps=0.1 is a share of all steps."),
     ({"arguments": "train_sampling_strategy='group_by_length'"}, "train_sampling_strategy: Pass a sampler"),
+    ({"arguments": "gradient_checkpointing=saves"}, "gradient_checkpointing is known when the script runs."),
+    ({"more": ", **rest"}, "**rest is left out. Write its arguments one by one."),
     ({"more": ", optimizers=(a, b)"}, "optimizers is left out. Write configure_optimizers"),
     ({"after": "trainer.predict(test)"}, "predict: Write predict_step"),
     ({"after": "result = trainer.train(resume_from_checkpoint=True)"}, "fit returns None."),
@@ -205,6 +210,15 @@ def test_a_second_run_prints_no_edit(tmp_path):
     code, diff, said = run_migrate(tmp_path)
     assert (code, diff) == (0, "")
     assert said == "nothing to edit; 0 places to check by hand\n"
+
+
+def test_a_notebook_gets_the_task_after_the_imports(tmp_path):
+    sources = ["def f(): ...", SCRIPT.format(imports="Trainer, TrainingArguments", arguments="", more="", after="")]
+    text, notes = migrate_text(tmp_path, make_notebook(*sources), "a.ipynb")
+    code = ["".join(cell["source"]) for cell in json.loads(text)["cells"]]
+    assert code[0] == "def f(): ..."
+    assert code[1].index("import lumen") < code[1].index("class ModelTask") < code[1].index("trainer = lumen.Trainer(")
+    assert notes == []
 
 
 CALLBACK = """\

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning import Trainer
 from omegaconf import DictConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("PROJECT_ROOT", str(ROOT))
 
-from src.utils import RankedLogger, instantiate_all, log_hyperparameters, task_wrapper  # noqa: E402
+from src.utils import RankedLogger, instantiate_project, task_wrapper  # noqa: E402
 
 log = RankedLogger(__name__, rank_zero_only=True)
 
@@ -23,15 +22,10 @@ log = RankedLogger(__name__, rank_zero_only=True)
 def evaluate(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Test a checkpoint."""
     assert cfg.ckpt_path
-    datamodule: LightningDataModule = hydra.utils.instantiate(cfg.data)
-    model: LightningModule = hydra.utils.instantiate(cfg.model)
-    logger: list[Logger] = instantiate_all("logger", cfg.get("logger"))
-    trainer: Trainer = hydra.utils.instantiate(cfg.trainer, logger=logger)
-    objects = {"cfg": cfg, "model": model, "datamodule": datamodule, "trainer": trainer}
-    if logger:
-        log_hyperparameters(objects)
+    objects = instantiate_project(cfg)
+    trainer: Trainer = objects["trainer"]
     log.info("Starting testing!")
-    trainer.test(model=model, datamodule=datamodule, ckpt_path=cfg.ckpt_path, weights_only=False)
+    trainer.test(model=objects["model"], datamodule=objects["datamodule"], ckpt_path=cfg.ckpt_path, weights_only=False)
     return trainer.callback_metrics, objects
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import hydra
 import lightning as L
-from lightning import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning import Trainer
 from omegaconf import DictConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("PROJECT_ROOT", str(ROOT))
 
-from src.utils import RankedLogger, get_metric_value, instantiate_all, log_hyperparameters, task_wrapper  # noqa: E402
+from src.utils import RankedLogger, get_metric_value, instantiate_project, task_wrapper  # noqa: E402
 
 log = RankedLogger(__name__, rank_zero_only=True)
 
@@ -25,17 +24,9 @@ def train(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train, and test the best weights."""
     if cfg.get("seed"):
         L.seed_everything(cfg.seed, workers=True)
-    log.info(f"Instantiating datamodule <{cfg.data._target_}>")
-    datamodule: LightningDataModule = hydra.utils.instantiate(cfg.data)
-    log.info(f"Instantiating model <{cfg.model._target_}>")
-    model: LightningModule = hydra.utils.instantiate(cfg.model)
-    callbacks: list[Callback] = instantiate_all("callback", cfg.get("callbacks"))
-    logger: list[Logger] = instantiate_all("logger", cfg.get("logger"))
-    log.info(f"Instantiating trainer <{cfg.trainer._target_}>")
-    trainer: Trainer = hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=logger)
-    objects = {"cfg": cfg, "model": model, "datamodule": datamodule, "trainer": trainer}
-    if logger:
-        log_hyperparameters(objects)
+    objects = instantiate_project(cfg)
+    model, datamodule = objects["model"], objects["datamodule"]
+    trainer: Trainer = objects["trainer"]
 
     if cfg.get("train"):
         log.info("Starting training!")
