@@ -14,7 +14,7 @@ from torch import nn
 
 from lumen.checkpoint.format.codec import Tensors
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.distributed.dtensor import find_packed, is_sharded, is_split, make_dtensor, mark_packed
+from lumen.distributed.dtensor import find_packed, get_packed_parts, is_sharded, is_split, make_dtensor, mark_packed
 from lumen.internals.tensors import get_direct_parameters, get_direct_persistent_buffers
 
 
@@ -35,7 +35,7 @@ def get_model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
             path = f"{prefix}.{name}" if prefix else name
             stored = first_name.setdefault(id(tensor), path)
             if stored == path:
-                tensors[path] = mark_packed(tensor.detach(), vars(tensor).get("_packed_parts"))
+                tensors[path] = mark_packed(tensor.detach(), get_packed_parts(tensor))
             else:
                 aliases[path] = stored
     return tensors, aliases
@@ -179,7 +179,7 @@ def mark_all_packed(sections: Mapping[str, Tensors]) -> None:
     for section in ("optimizer", "extra") if packed else ():
         for name, owner in find_owners(sections[section], packed).items():
             if is_sharded(tensor := sections[section][name]) and tensor.shape[:1] == owner.shape[:1]:
-                mark_packed(tensor, vars(owner)["_packed_parts"])
+                mark_packed(tensor, get_packed_parts(owner))
 
 
 def _read_shard_like(

@@ -78,14 +78,20 @@ def find_packed(tensor: torch.Tensor) -> tuple[int, int] | None:
     A packed tensor holds several matrices one after the other, each of which is cut in dimension 0 over the processes
     of the last mesh dimension. Torch takes it for a tensor whose rows are those of each process one after the other.
     """
-    parts = vars(tensor).get("_packed_parts")
-    return None if parts is None or not is_sharded(tensor) else (tensor.device_mesh.shape[-1], parts)  # type: ignore[attr-defined]
+    sharded: Any = tensor
+    parts = get_packed_parts(tensor)
+    return (sharded.device_mesh.shape[-1], parts) if parts is not None and is_sharded(tensor) else None
+
+
+def get_packed_parts(tensor: torch.Tensor) -> int | None:
+    """Return the number of parts of a tensor with a mark of `mark_packed`; None without a mark."""
+    return vars(tensor).get("packed_parts")
 
 
 def mark_packed(tensor: torch.Tensor, parts: int | None) -> torch.Tensor:
     """Mark a tensor as packed, unless `parts` is None, and return the tensor. Results of operations have no mark."""
     if parts is not None:
-        vars(tensor)["_packed_parts"] = parts
+        vars(tensor)["packed_parts"] = parts
     return tensor
 
 
@@ -126,7 +132,7 @@ def make_dtensor(
         shape=shape,
         stride=stride,
     )
-    return mark_packed(tensor, vars(like).get("_packed_parts"))
+    return mark_packed(tensor, get_packed_parts(like))
 
 
 def _get_placements(like: torch.Tensor, shape: torch.Size, *, is_replicated: bool) -> list[Any]:

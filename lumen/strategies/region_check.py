@@ -16,6 +16,7 @@ from lumen.distributed.dtensor import gather_full_tensor, mark_packed
 from lumen.errors import ConfigError
 from lumen.internals.tensors import get_direct_parameters
 from lumen.random import preserve_generators
+from lumen.task.modes import SavedModes
 
 _Values = dict[str, torch.Tensor]
 
@@ -30,7 +31,7 @@ class RegionCheck:
 
     Args:
         name: The name of the module in the task.
-        region: The module.
+        region: The module that contains cut layers.
         mesh: The mesh of the processes that compute it together.
         bypass: Function that returns a context in which the layers compute with whole parameters.
         packed: The number of matrices in the weight of each layer that holds several.
@@ -88,11 +89,10 @@ class RegionCheck:
         whole = self._compute_whole(region, args, kwargs)
         if not (different := _list_different(cut, whole)):
             return
-        modes = [(module, module.training) for module in region.modules()]
+        modes = SavedModes(region)
         region.eval()
         draws = not _list_different(self._compute(region, args, kwargs), self._compute_whole(region, args, kwargs))
-        for module, mode in modes:
-            module.training = mode
+        modes.restore()
         raise ConfigError(
             f"parallel_plan: {self._name} computes other values with layers cut over {count} processes: its "
             f"{', '.join(different[:3])} differ. " + (_DROPOUT if draws else _CAUSES)

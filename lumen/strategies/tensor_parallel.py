@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from lumen.errors.arguments import suggest_names
 from lumen.internals.tensors import get_direct_parameters, get_gradient_hooks, set_gradient_hooks
 from lumen.strategies.region_check import RegionCheck
 from lumen.task.materialize import redirect_references
+from lumen.task.task_module import TaskModule
 
 _Cut = tuple[Placement, int]  # placement of a parameter, and number of matrices in it that are cut
 
@@ -31,25 +32,24 @@ class Style(NamedTuple):
         kind: The class of the layer.
         weight: The dimension in which the weight is cut; None replicates it.
         bias: The dimension in which the bias is cut; None replicates it.
-        takes_cut: True if the input is this process's share of the features, False if it is whole.
-        gives_cut: True if the output is this process's share of the features, False if it is whole.
+        cut_ends: The ends that are this process's share of the features: "input", "output" or none. The other end is
+            whole.
         parts: The number of matrices in the weight, each of which is cut.
     """
 
     kind: type[nn.Module]
     weight: int | None
     bias: int | None
-    takes_cut: bool
-    gives_cut: bool
+    cut_ends: tuple[Literal["input", "output"], ...] = ()
     parts: int = 1
 
 
-_COLWISE_GATHER, _EMBEDDING = Style(nn.Linear, 0, 0, False, False), Style(nn.Embedding, 0, None, False, False)
-#: Styles of layers by the words of a plan, which are those of transformers.
+_COLWISE_GATHER, _EMBEDDING = Style(nn.Linear, 0, 0), Style(nn.Embedding, 0, None)
+#: Styles of layers by the words of a plan, as transformers uses them.
 STYLES: Mapping[str, tuple[Style, ...]] = {
-    "colwise": (Style(nn.Linear, 0, 0, False, True),),
-    "packed_colwise": (Style(nn.Linear, 0, 0, False, True, 3),),
-    "rowwise": (Style(nn.Linear, 1, None, True, False),),
+    "colwise": (Style(nn.Linear, 0, 0, ("output",)),),
+    "packed_colwise": (Style(nn.Linear, 0, 0, ("output",), parts=3),),
+    "rowwise": (Style(nn.Linear, 1, None, ("input",)),),
     "colwise_gather_output": (_COLWISE_GATHER,),
     "colwise_rep": (_COLWISE_GATHER,),
     "embedding_rowwise": (_EMBEDDING,),
@@ -138,8 +138,8 @@ class TensorParallel:
                 continue
             self._replace(parameter, self._make_part(parameter, *cut), style.parts, f"{name}.{key}")
             cuts[id(get_direct_parameters(layer)[key])] = name, cut
-        convert_input = partial(self._convert_input, Shard(-1) if style.takes_cut else Replicate())
-        convert_output = partial(self._convert_output, style.gives_cut)
+        convert_input = partial(self._convert_input, Shard(-1) if "input" in style.cut_ends else Replicate())
+        convert_output = self._give_share if "output" in style.cut_ends else self._give_whole
         distribute_module(layer, mesh, None, convert_input, convert_output)
 
     def _make_part(self, parameter: nn.Parameter, placement: Placement, parts: int) -> nn.Parameter:
@@ -175,10 +175,11 @@ class TensorParallel:
             return args
         return (DTensor.from_local(args[0], mesh, [placement], run_check=False), *args[1:])
 
-    def _convert_output(self, gives_cut: bool, layer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        if self._is_bypassed:
-            return output
-        return (output if gives_cut else output.redistribute(mesh, [Replicate()])).to_local()
+    def _give_share(self, layer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output if self._is_bypassed else output.to_local()
+
+    def _give_whole(self, layer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output if self._is_bypassed else output.redistribute(mesh, [Replicate()]).to_local()
 
     def _sum_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sum of a gradient over the processes that compute a layer together. Collective."""
@@ -203,7 +204,7 @@ def find_plan(task: nn.Module) -> dict[str, str]:
     Raises:
         ConfigError: Neither the task nor a model in it has a plan.
     """
-    plan = getattr(task, "parallel_plan", None)
+    plan = task.parallel_plan if isinstance(task, TaskModule) else None
     if plan:
         return dict(plan)
     found: dict[str, str] = {}
@@ -287,8 +288,8 @@ def find_regions(task: nn.Module, styles: Mapping[str, Style]) -> list[str]:
     Raises:
         ConfigError: A layer gives or takes cut features outside such a module.
     """
-    givers = [name for name, style in styles.items() if style.gives_cut]
-    takers = [name for name, style in styles.items() if style.takes_cut]
+    givers = [name for name, style in styles.items() if "output" in style.cut_ends]
+    takers = [name for name, style in styles.items() if "input" in style.cut_ends]
     found: dict[str, None] = {}
     for name in (*givers, *takers):
         others = takers if name in givers else givers
