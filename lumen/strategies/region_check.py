@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -132,16 +133,21 @@ class RegionCheck:
         sources = {f"gradient of input {index}": each for index, each in enumerate(inputs)}
         sources |= {f"gradient of {name}": each for name, each in trained.items()}
         buffers = [(buffer, buffer.clone()) for buffer in region.buffers()]
-        # Rounding of 16-bit autocast would hide a difference.
-        with preserve_generators(), torch.autocast(parameters[0].device.type, enabled=False):
-            output = region.forward(*args, **kwargs)
-        outputs = [each for each in iterate_tensors(output) if each.is_floating_point()]
-        ends = [each for each in outputs if each.requires_grad]
         gradients: Iterable[torch.Tensor | None] = ()
-        if ends and sources:
-            # A sum of squares makes the gradient of each element different.
-            total = torch.stack([each.double().square().sum() for each in ends]).sum()
-            gradients = torch.autograd.grad(total, [*sources.values()], allow_unused=True)
+        # Rounding of 16-bit autocast would hide a difference. The hooks keep tensors from an outer checkpoint, which
+        # would run its forward again.
+        with (
+            preserve_generators(),
+            saved_tensors_hooks(_keep, _keep),
+            torch.autocast(parameters[0].device.type, enabled=False),
+        ):
+            output = region.forward(*args, **kwargs)
+            outputs = [each for each in iterate_tensors(output) if each.is_floating_point()]
+            ends = [each for each in outputs if each.requires_grad]
+            if ends and sources:
+                # A sum of squares makes the gradient of each element different.
+                total = torch.stack([each.double().square().sum() for each in ends]).sum()
+                gradients = torch.autograd.grad(total, [*sources.values()], allow_unused=True)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -162,6 +168,10 @@ _CAUSES = (
     "packed_colwise; or a parameter that is used on cut features, such as a norm of heads, whose word is "
     "replicated_with_grad_allreduce."
 )
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _list_different(values: _Values, others: _Values) -> list[str]:

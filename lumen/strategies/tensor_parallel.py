@@ -99,7 +99,10 @@ class TensorParallel:
         self._packed = {self._names[name]: style.parts for name, style in styles.items() if style.parts > 1}
         for name in (name for name, word in words.items() if word == _SHARED_WORD):
             for parameter in task.get_submodule(name).parameters():
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # A frozen parameter takes no hook, and may be trained later.
                 parameter.register_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(is_trained)
 
     def check_first_forward(self) -> None:
         """Let the first training forward check each region; call this after the hooks of other code are registered."""
