@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any, final
 
 import torch
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from lumen.data.nested import iterate_tensors, map_leaves
 from lumen.distributed.dtensor import gather_full_tensor, mark_packed
 from lumen.errors import ConfigError
-from lumen.internals.tensors import get_direct_parameters
+from lumen.internals.attributes import replaced_attribute
+from lumen.internals.tensors import get_direct_parameters, get_gradient_hooks, set_gradient_hooks
 from lumen.random import preserve_generators
 from lumen.task.modes import SavedModes
 
@@ -111,6 +113,7 @@ class RegionCheck:
             for module, key, parameter in cut:
                 whole = gather_full_tensor(parameter.detach(), parameter)
                 get_direct_parameters(module)[key] = nn.Parameter(whole, parameter.requires_grad)
+                set_gradient_hooks(get_direct_parameters(module)[key], (get_gradient_hooks(parameter)[0], None))
             with self._bypass():
                 return self._compute(region, args, kwargs)
         finally:
@@ -127,7 +130,8 @@ class RegionCheck:
                 return each
             return each.detach().to(dtype).requires_grad_(each.requires_grad)
 
-        args, kwargs = map_leaves(args, detach), map_leaves(kwargs, detach)
+        with replaced_attribute(torch.Tensor, "__deepcopy__", lambda tensor, _: tensor):
+            args, kwargs = map_leaves(deepcopy((args, kwargs)), detach)  # The forward may fill a cache.
         inputs = [each for each in iterate_tensors((args, kwargs)) if each.requires_grad]
         trained = {name: each for name, each in zip(names, parameters, strict=True) if each.requires_grad}
         sources = {f"gradient of input {index}": each for index, each in enumerate(inputs)}

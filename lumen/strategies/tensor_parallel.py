@@ -214,7 +214,7 @@ def find_plan(task: nn.Module) -> dict[str, str]:
     for name, module in task.named_modules():
         prefix = f"{name}." if name else ""
         if not any(each.startswith(prefix) for each in found):
-            hub = getattr(module, "tp_plan", None)
+            hub = getattr(module, "tp_plan", None) if hasattr(type(module), "tp_plan") else None
             found |= {prefix + each: word for each, word in hub.items()} if isinstance(hub, Mapping) else {}
     if not found:
         raise ConfigError(
@@ -264,8 +264,10 @@ def _choose_style(task: nn.Module, name: str, word: str) -> Style:
     for style in STYLES[word]:
         if type(module) is style.kind:
             return style._replace(parts=int(parts)) if parts else style
+    is_torchs = type(module).__module__.startswith("torch.")
+    kind = f"{'nn' if is_torchs else type(module).__module__}.{type(module).__qualname__}"  # peft has a Linear too
     kinds = " or ".join(f"nn.{style.kind.__name__}" for style in STYLES[word])
-    raise ConfigError(f"parallel_plan: {name}: {word} cuts an {kinds}, but {name} is a {type(module).__name__}.")
+    raise ConfigError(f"parallel_plan: {name}: {word} cuts an {kinds}, but {name} is a {kind}.")
 
 
 def check_sizes(task: nn.Module, styles: Mapping[str, Style], processes: int) -> None:

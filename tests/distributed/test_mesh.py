@@ -91,7 +91,7 @@ QKV, NORM = "blocks.*.mix.qkv", "blocks.*.mix.norm"
 REFUSED = {
     "typo": ({"blocks.*.mix.qkw": "colwise"}, {}, r"qkw is no module of Model. Did you mean blocks.\*.mix.qkv"),
     "word": ({"head": "colwize"}, {}, "'colwize' is not supported.* Did you mean colwise"),
-    "class": ({"blocks.*.norm": "colwise"}, {}, "cuts an nn.Linear, but blocks.0.norm is a LayerNorm"),
+    "class": ({"blocks.*.norm": "colwise"}, {}, "cuts an nn.Linear, but blocks.0.norm is a nn.LayerNorm"),
     "tied": ({"head": None}, {}, "head.weight is the parameter tokens.weight, which the plan cuts. Give head a word"),
     "open": ({"blocks.*.down": None}, {}, r"blocks.0 fails with layers cut over 2 processes"),
     "end": ({"head": "colwise"}, {}, "head gives cut features, but no module of the task holds head and a rowwise"),
