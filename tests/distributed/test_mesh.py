@@ -4,9 +4,23 @@ import pytest
 import torch
 
 import lumen
+from lumen.distributed.dtensor import gather_full_tensor
 from lumen.errors import ConfigError
 from tests.helpers.checkpoints import read_tensors
-from tests.helpers.mesh import PLAN, SAMPLES, Model, make_loader, train_model
+from tests.helpers.mesh import (
+    PLAN,
+    SAMPLES,
+    Built,
+    Frozen,
+    Half,
+    Hooked,
+    Llama,
+    Model,
+    Momentum,
+    Whole,
+    make_loader,
+    train_model,
+)
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
 SHAPES = [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)]
@@ -78,6 +92,49 @@ def test_mesh_without_tensor_is_fsdp(group, tmp_path):
     first, *others = group(2).run(train_as_fsdp, tmp_path, limit_s=120)[0]
     for path in others:
         assert_close(first, path, 0)
+
+
+FEATURES = {
+    "built": (Built, {}, {}),
+    "checkpointing": (Momentum, {"activation_checkpointing": "Block"}, {}),
+    "frozen": (Frozen, {}, {}),
+    "hooked": (Hooked, {}, {}),
+    "llama": (Llama, {}, {}),
+    "offload": (Momentum, {"cpu_offload": True}, {}),
+    "unused": (Momentum, {"find_unused_parameters": True}, {}),
+    "whole": (Whole, {}, {}),
+    "bf16": (Half, {}, {"precision": "bf16"}),
+    "fp16": (Half, {}, {"precision": "fp16"}),
+}
+
+
+def train_twice(folder, name):
+    make_task, options, trainer_options = FEATURES[name]
+    found = []
+    for index, strategy in enumerate((lumen.Mesh(shard=2, **options), lumen.Mesh(tensor=2, **options))):
+        lumen.seed_everything(0, verbose=False)
+        task, trainer_options = make_task(), {"max_steps": 3, "global_batch_size": 8} | trainer_options
+        trainer = bare_trainer(folder / str(index), strategy=strategy, **trainer_options)
+        trainer.fit(task, make_loader(shuffle=True))
+        found.append([gather_full_tensor(each.detach(), each) for each in task.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_cut_layers_work_with_each_feature(group, tmp_path, name):
+    sharded, cut = group(2).run(train_twice, tmp_path, name, limit_s=120)[0]
+    for one, other in zip(sharded, cut, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4 if name in ("bf16", "fp16") else 1e-11)
+
+
+def catch_adapter(folder):
+    trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2))
+    with pytest.raises(ConfigError, match=r"q_proj is a peft\.tuners\.lora\.layer\.Linear"):
+        trainer.fit(Llama(lora=True), make_loader(shuffle=True))
+
+
+def test_layers_with_adapters_are_refused(group, tmp_path):
+    group(2).run(catch_adapter, tmp_path)
 
 
 def catch_error(folder, match, plan, options):

@@ -1,5 +1,7 @@
 """Small language model with a plan for tensor parallelism, for trainings on meshes."""
 
+import warnings
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -109,3 +111,85 @@ def train_model(folder, strategy, max_steps=7, **options):
     )  # fmt: skip
     trainer.fit(task, make_loader(shuffle=True), make_loader(shuffle=False))
     return trainer, task
+
+
+class Momentum(Model):
+    """Model with an optimizer whose update is proportional to the gradient, so that rounding is not amplified."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+class Whole(Model):
+    """Model whose optimizer needs unsharded matrices."""
+
+    def configure_optimizers(self):
+        return lumen.optim.WholeMatrices(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+
+
+class Built(Momentum):
+    """Model whose layers are built on the meta device."""
+
+    def configure_model(self):
+        torch.set_default_dtype(torch.float64)
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        torch.set_default_dtype(torch.float32)
+
+
+class Frozen(Momentum):
+    """Model with a frozen block, and a frozen bias of a cut layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].mix.qkv.bias.requires_grad_(False)
+
+
+class Hooked(Momentum):
+    """Model whose optimizer and gradient hook exist before the parameters are cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].mix.qkv.weight.register_hook(lambda gradient: gradient * 2)
+        self.optimizer = super().configure_optimizers()
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+class Half(Momentum):
+    """Model in float32, for mixed precision, without the norm of heads, for which torch warns there."""
+
+    def __init__(self):
+        super().__init__({name: word for name, word in PLAN.items() if "norm" not in name})
+        for block in self.blocks:
+            block.mix.norm = nn.Identity()
+        self.float()
+
+
+class Llama(lumen.TaskModule):
+    """Model from transformers, which has a plan of its own."""
+
+    def __init__(self, lora=False):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config).double()
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers has replaced
+                self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+    def training_step(self, batch):
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
