@@ -42,6 +42,7 @@ from lumen.integrations.ray import RayTrainReportCallback as RayTrainReportCallb
 from lumen.integrations.tensorboard import TensorBoardLogger as TensorBoardLogger
 from lumen.integrations.wandb import WandbLogger as WandbLogger
 from lumen.loggers import CSVLogger as CSVLogger, Logger as Logger
+from lumen.losses import chunked_cross_entropy as chunked_cross_entropy
 from lumen.precision import Precision as Precision
 from lumen.profilers import (
     AdvancedProfiler as AdvancedProfiler,
