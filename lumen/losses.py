@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lumen.errors import ConfigError
+from lumen.internals.compiler import call_uncompiled
 from lumen.internals.tensors import is_plain_linear, may_run_backward_again
 
 
@@ -99,9 +100,10 @@ def _call_unit(unit: Any, hidden: Tensor, *options: Any) -> Tensor:
         head, bias = (unit.weight, unit.bias) if is_linear else (forward, None)
         return _sum_losses(features, head, bias, *options)
 
+    # A compiled call would be compiled again in each step, because its forward is new.
     unit.forward = compute_loss
     try:
-        return unit(hidden)  # type: ignore[no-any-return]
+        return call_uncompiled(unit, hidden)  # type: ignore[no-any-return]
     finally:
         del unit.forward
         if own is not None:

@@ -1,0 +1,117 @@
+"""Chunked cross entropy on two processes: the training of one process with the plain loss."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from lumen.errors import ConfigError
+from tests.helpers.group import assert_equal, catch_message, run_on_ranks
+from tests.helpers.sharded import unshard
+from tests.helpers.tasks import bare_trainer
+
+WIDTH, WORDS = 6, 19
+chunked = partial(lumen.chunked_cross_entropy, chunk_size=8, reduction="sum")
+
+
+def plain(hidden, head, targets):
+    return F.cross_entropy(head(hidden).flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+def of_weight(hidden, head, targets):
+    return chunked(hidden, head.weight, targets, bias=head.bias)
+
+
+class Head(nn.Linear):
+    pass
+
+
+class Adapter(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.base, self.low, self.high = nn.Linear(*sizes), nn.Linear(WIDTH, 2), nn.Linear(2, WORDS)
+        self.base.requires_grad_(False)
+
+    def forward(self, hidden):
+        return self.base(hidden) + self.high(self.low(hidden))
+
+
+class Language(lumen.TaskModule):
+    """Language model that ignores some targets and weights its loss by the number of the others."""
+
+    def __init__(self, loss, head=Head, is_tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), head(WIDTH, WORDS)
+        if is_tied:
+            self.head.weight = self.embed.weight
+        self.double()
+        self.loss = loss
+
+    def mean(self, batch):
+        ids, targets = batch
+        count = (targets != -100).sum()
+        return self.loss(self.layer(self.embed(ids)).tanh(), self.head, targets) / count, count
+
+    def training_step(self, batch):
+        return self.mean(batch)
+
+    def validation_step(self, batch):
+        loss, count = self.mean(batch)
+        self.log("val_loss", loss, weight=count)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(folder, loss, strategy="single", batches=2, task=None, **options):
+    """Train and validate; return parameters and the validation loss."""
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's compiler inspects functions without need
+    ids = torch.randint(WORDS, (22, 9), generator=torch.Generator().manual_seed(2))
+    targets = ids.roll(-1, 1).where(torch.arange(9) < ids[:, :1] % 9 + 1, -100)
+    data = DataLoader(TensorDataset(ids, targets), 3)
+    task, options = Language(loss, **task or {}), {"max_epochs": 2, "accumulate_grad_batches": batches} | options
+    trainer = bare_trainer(folder, strategy=strategy, gradient_clip_val=0.1, **options)
+    trainer.fit(task, data, data)
+    parameters = {name: unshard(value).numpy() for name, value in task.state_dict().items()}
+    return parameters | {"val_loss": float(trainer.newest_values["val_loss"])}
+
+
+STRATEGIES = {
+    "ddp": lumen.DDP(),
+    "fsdp": lumen.FSDP(),
+    "head is a unit": lumen.FSDP(wrap="Head"),
+    "adapter is a unit": lumen.FSDP(wrap="Adapter"),
+    "checkpointed head is a unit": lumen.FSDP(wrap="Head", activation_checkpointing="Head"),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "task", "options"),
+    [
+        ("ddp", {}, {}),
+        ("ddp", {"is_tied": True}, {}),
+        ("ddp", {"head": Adapter}, {}),
+        ("fsdp", {}, {}),
+        ("fsdp", {"is_tied": True}, {}),
+        ("fsdp", {"head": Adapter}, {}),
+        ("head is a unit", {}, {}),
+        ("head is a unit", {}, {"compile": {"backend": "eager"}}),
+        ("adapter is a unit", {"head": Adapter}, {}),
+        ("checkpointed head is a unit", {}, {}),
+    ],
+)
+def test_chunked_loss_on_two_processes_equals_one(group, tmp_path, strategy, task, options):
+    alone = fit(tmp_path, plain, batches=4, task=task)
+    ours = run_on_ranks(group, 2, fit, tmp_path, chunked, STRATEGIES[strategy], task=task, **options)
+    assert_equal(ours, alone)
+
+
+def test_chunked_loss_refuses_a_sharded_weight(group, tmp_path):
+    for message in group(2).run(catch_message, ConfigError, fit, tmp_path, of_weight, lumen.FSDP(wrap="Head")):
+        assert "chunked_cross_entropy: expected the module as head, because its weight is sharded" in message
