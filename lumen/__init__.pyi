@@ -42,7 +42,6 @@ from lumen.integrations.ray import RayTrainReportCallback as RayTrainReportCallb
 from lumen.integrations.tensorboard import TensorBoardLogger as TensorBoardLogger
 from lumen.integrations.wandb import WandbLogger as WandbLogger
 from lumen.loggers import CSVLogger as CSVLogger, Logger as Logger
-from lumen.losses import chunked_cross_entropy as chunked_cross_entropy
 from lumen.precision import Precision as Precision
 from lumen.profilers import (
     AdvancedProfiler as AdvancedProfiler,
@@ -58,6 +57,7 @@ from lumen.strategies import SingleDevice as SingleDevice, Strategy as Strategy
 from lumen.strategies.ddp import DDP as DDP
 from lumen.strategies.fsdp import FSDP as FSDP
 from lumen.strategies.mesh import Mesh as Mesh
+from lumen.task.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
 from lumen.task.data_module import DataModule as DataModule
 from lumen.task.hyperparameters import HyperparametersMixin as HyperparametersMixin
 from lumen.task.task_module import TaskModule as TaskModule

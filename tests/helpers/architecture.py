@@ -10,7 +10,7 @@ ROOT = Path(lumen.__file__).parent
 LAYERS = (
     {"errors", "console", "version"},
     {"internals", "random"},
-    {"data", "metrics", "precision", "losses", "distributed", "loggers"},
+    {"data", "metrics", "precision", "distributed", "loggers"},
     {"task", "optim"},
     {"strategies"},
     {"run"},

@@ -119,7 +119,7 @@ def test_chunked_loss_skips_gradients_of_frozen_inputs(kind):
             assert_equal(*(differentiate(loss, *trained) for loss in losses))
 
 
-def test_chunked_loss_under_autocast_is_as_accurate_as_plain():
+def test_chunked_loss_under_autocast_is_accurate():
     """The dtypes are equal too, and a later use of the weight in the same context keeps its gradient."""
     (hidden, targets), head = make_inputs(torch.float32), make_head(dtype=torch.float32)
     tensors = hidden, *head.parameters()
@@ -132,9 +132,11 @@ def test_chunked_loss_under_autocast_is_as_accurate_as_plain():
         assert (one - right).norm() <= 1.5 * (other - right).norm() + 1e-4 * right.norm()
 
 
-def test_chunked_loss_in_pure_bfloat16_returns_float32():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_chunked_loss_in_pure_bfloat16_returns_float32(is_compiled):
     (hidden, targets), head = make_inputs(torch.bfloat16), make_head(dtype=torch.bfloat16)
-    ours = differentiate(chunked(hidden, head, targets), hidden, *head.parameters())
+    loss = torch.compile(chunked, backend="aot_eager") if is_compiled else chunked
+    ours = differentiate(loss(hidden, head, targets), hidden, *head.parameters())
     assert [each.dtype for each in ours] == [torch.float32] + 3 * [torch.bfloat16]
     theirs = differentiate(plain(hidden, head, targets), hidden, *head.parameters())
     for one, other in zip(ours, theirs, strict=True):
@@ -281,7 +283,7 @@ def test_training_with_chunked_loss_equals_plain(tmp_path, options, tolerance):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": [1.0]}, "expected tensors as hidden and targets"),
+        ({"hidden": [1.0]}, "expected hidden and targets to be tensors; found list and Tensor"),
         ({"hidden": torch.ones(3, 4, dtype=torch.int64)}, "hidden to be floats of shape (..., features); found torch"),
         ({"targets": torch.zeros(3)}, "targets to be int64 of shape (3,); found torch.float32 of shape (3,)"),
         ({"targets": torch.zeros(2, dtype=torch.int64)}, "targets to be int64 of shape (3,)"),

@@ -1,4 +1,4 @@
-"""Losses that compute the same value in less memory."""
+"""Cross entropy of a language model in chunks of tokens: the same value in less memory."""
 
 from __future__ import annotations
 
@@ -61,20 +61,22 @@ def chunked_cross_entropy(
     Raises:
         ConfigError: A shape, a dtype or an option is wrong, or the weight is sharded.
     """
-    _require(isinstance(hidden, Tensor) and isinstance(targets, Tensor), "tensors as hidden and targets", targets)
-    _require(hidden.ndim > 0 and hidden.is_floating_point(), "hidden to be floats of shape (..., features)", hidden)
-    shape = tuple(hidden.shape[:-1])
-    _require(targets.dtype == torch.int64 and targets.shape == shape, f"targets to be int64 of shape {shape}", targets)
-    _require(isinstance(head, (nn.Module, Tensor)), "head to be a module or a weight", head)
+    found = f"{type(hidden).__name__} and {type(targets).__name__}"
+    is_met = isinstance(hidden, Tensor) and isinstance(targets, Tensor)
+    _require("hidden and targets to be tensors", found, is_met=is_met)
+    is_met = hidden.ndim > 0 and hidden.is_floating_point()
+    _require("hidden to be floats of shape (..., features)", hidden, is_met=is_met)
+    is_met = targets.dtype == torch.int64 and targets.shape == hidden.shape[:-1]
+    _require(f"targets to be int64 of shape {tuple(hidden.shape[:-1])}", targets, is_met=is_met)
+    _require("head to be a module or a weight", head, is_met=isinstance(head, (nn.Module, Tensor)))
     weight, of_head = (head.weight, head.bias) if isinstance(head, nn.Linear) else (head, bias)
-    if isinstance(weight, Tensor):
-        is_right = weight.ndim == 2 and weight.shape[1] == hidden.shape[-1]
-        _require(is_right, f"the weight of head to have the shape (vocabulary, {hidden.shape[-1]})", weight)
-    is_right = bias is None or (isinstance(head, Tensor) and bias.shape == head.shape[:1])
-    _require(is_right, "bias only if head is a weight, of shape (vocabulary,)", bias)
-    _require(reduction in ("mean", "sum"), "reduction to be mean or sum", reduction)
-    _require(0 <= label_smoothing <= 1, "label_smoothing to be from 0 to 1", label_smoothing)
-    _require(chunk_size >= 1, "chunk_size to be at least 1", chunk_size)
+    is_met = not isinstance(weight, Tensor) or (weight.ndim == 2 and weight.shape[1] == hidden.shape[-1])
+    _require(f"the weight of head to have the shape (vocabulary, {hidden.shape[-1]})", weight, is_met=is_met)
+    is_met = bias is None or (isinstance(head, Tensor) and bias.shape == head.shape[:1])
+    _require("bias only if head is a weight, of shape (vocabulary,)", bias, is_met=is_met)
+    _require("reduction to be mean or sum", reduction, is_met=reduction in ("mean", "sum"))
+    _require("label_smoothing to be from 0 to 1", label_smoothing, is_met=0 <= label_smoothing <= 1)
+    _require("chunk_size to be at least 1", chunk_size, is_met=chunk_size >= 1)
 
     options = targets.flatten(), chunk_size, ignore_index, label_smoothing
     if isinstance(head, Tensor) or is_plain_linear(head):
@@ -123,14 +125,14 @@ def _sum_losses(hidden: Tensor, head: Any, bias: Tensor | None, targets: Tensor,
     hidden, (chunk_size, ignore_index, label_smoothing) = hidden.flatten(0, -2), options
     get_logits: Callable[[Tensor], Any] = head
     if isinstance(head, Tensor):
-        _require(not hasattr(head, "full_tensor"), "the module as head, because its weight is sharded", head)
+        is_met = not hasattr(head, "full_tensor")
+        _require("the module as head, because its weight is sharded", head, is_met=is_met)
         device = hidden.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             hidden = hidden if hidden.dtype == torch.float64 else hidden.to(torch.get_autocast_dtype(device))
         else:
-            _require(
-                hidden.dtype == head.dtype, f"hidden in the dtype of the weight, {head.dtype}, or autocast", hidden
-            )
+            expected = f"hidden in the dtype of the weight, {head.dtype}, or autocast"
+            _require(expected, hidden, is_met=hidden.dtype == head.dtype)
         # Gradients computed in the forward lack the factor of a gradient scaler, so they would underflow in float16.
         if hidden.dtype != torch.float16 and type(head) in (Tensor, nn.Parameter):
             loss: Tensor = _LinearCrossEntropy.apply(hidden, head, bias, targets, *options, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
@@ -139,8 +141,8 @@ def _sum_losses(hidden: Tensor, head: Any, bias: Tensor | None, targets: Tensor,
 
     def sum_chunk(features: Tensor, indices: Tensor) -> Tensor:
         logits = get_logits(features)
-        is_right = isinstance(logits, Tensor) and logits.shape[:-1] == indices.shape
-        _require(is_right, f"head to return logits of shape ({len(indices)}, vocabulary)", logits)
+        is_met = isinstance(logits, Tensor) and logits.shape[:-1] == indices.shape
+        _require(f"head to return logits of shape ({len(indices)}, vocabulary)", logits, is_met=is_met)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, indices, None, None, ignore_index, None, "sum", label_smoothing)
 
@@ -205,7 +207,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 of_weight += gradient.T @ features
             del logits, gradient
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [None if each is None else each.dtype for each in inputs]
         return total
 
     @staticmethod
@@ -213,15 +214,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         # In place where possible: the gradient of the weight is often as large as the logits of a chunk.
         multiply = Tensor.mul if may_run_backward_again() else Tensor.mul_
-        gradients = (
-            None if each is None else multiply(each, factor).to(dtype)
-            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
+        gradients = (None if each is None else multiply(each, factor) for each in ctx.saved_tensors)
         return *gradients, *(None,) * 5
 
 
-def _require(is_right: bool, expected: str, found: Any) -> None:
-    if not is_right:
-        if isinstance(found, Tensor):
-            found = f"{found.dtype} of shape {tuple(found.shape)}"
-        raise ConfigError(f"chunked_cross_entropy: expected {expected}; found {found}.")
+def _require(expected: str, found: Any, *, is_met: bool) -> None:
+    if not is_met:
+        text = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+        raise ConfigError(f"chunked_cross_entropy: expected {expected}; found {text}.")
