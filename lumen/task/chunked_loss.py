@@ -59,7 +59,7 @@ def chunked_cross_entropy(
         A scalar in the dtype of the logits, but at least float32.
 
     Raises:
-        ConfigError: A shape, a dtype or an option is wrong, or the weight is sharded.
+        ConfigError: A shape, a dtype or an option is wrong, the weight is sharded, or FSDP units are inside the head.
     """
     found = f"{type(hidden).__name__} and {type(targets).__name__}"
     is_met = isinstance(hidden, Tensor) and isinstance(targets, Tensor)
@@ -81,11 +81,13 @@ def chunked_cross_entropy(
     options = targets.flatten(), chunk_size, ignore_index, label_smoothing
     if isinstance(head, Tensor) or is_plain_linear(head):
         total = _sum_losses(hidden, weight, of_head, *options)
-    elif hasattr(head, "set_requires_gradient_sync"):
-        # Only a call of an FSDP unit gathers its parameters. One call encloses all chunks.
-        total = _call_unit(head, hidden, *options)
     else:
-        total = _sum_losses(hidden, head, None, *options)
+        units = [part for part in head.modules() if hasattr(part, "set_requires_gradient_sync")]
+        # Ranks may have different numbers of chunks, so no chunk may gather parameters.
+        found = f"units in a {type(head).__name__}"
+        _require("the head to be one FSDP unit or part of one (option wrap)", found, is_met=units in ([], [head]))
+        # Only a call of an FSDP unit gathers its parameters. One call encloses all chunks.
+        total = _call_unit(head, hidden, *options) if units else _sum_losses(hidden, head, None, *options)
     if reduction == "sum":
         return total
     count = (targets != ignore_index).sum()
@@ -122,7 +124,7 @@ def _sum_losses(hidden: Tensor, head: Any, bias: Tensor | None, targets: Tensor,
         targets: The targets, of shape `(tokens,)`.
         *options: The values of `chunk_size`, `ignore_index` and `label_smoothing`.
     """
-    hidden, (chunk_size, ignore_index, label_smoothing) = hidden.flatten(0, -2), options
+    hidden, (chunk_size, ignore_index, label_smoothing) = hidden.reshape(-1, hidden.shape[-1]), options
     get_logits: Callable[[Tensor], Any] = head
     if isinstance(head, Tensor):
         is_met = not hasattr(head, "full_tensor")

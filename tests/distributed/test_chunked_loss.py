@@ -44,8 +44,9 @@ class Adapter(nn.Module):
 class Language(lumen.TaskModule):
     """Language model that ignores some targets and weights its loss by the number of the others."""
 
-    def __init__(self, loss, head=Head, is_tied=False):
+    def __init__(self, loss, head=Head, is_tied=False, is_manual=False):
         super().__init__()
+        self.automatic_optimization = not is_manual
         torch.manual_seed(0)
         self.embed, self.layer, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), head(WIDTH, WORDS)
         if is_tied:
@@ -59,7 +60,12 @@ class Language(lumen.TaskModule):
         return self.loss(self.layer(self.embed(ids)).tanh(), self.head, targets) / count, count
 
     def training_step(self, batch):
-        return self.mean(batch)
+        loss, count = self.mean(batch)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss, count
 
     def validation_step(self, batch):
         loss, count = self.mean(batch)
@@ -76,7 +82,7 @@ def fit(folder, loss, strategy="single", batches=2, task=None, **options):
     targets = ids.roll(-1, 1).where(torch.arange(9) < ids[:, :1] % 9 + 1, -100)
     data = DataLoader(TensorDataset(ids, targets), 3)
     task, options = Language(loss, **task or {}), {"max_epochs": 2, "accumulate_grad_batches": batches} | options
-    trainer = bare_trainer(folder, strategy=strategy, gradient_clip_val=0.1, **options)
+    trainer = bare_trainer(folder, strategy=strategy, **{"gradient_clip_val": 0.1} | options)
     trainer.fit(task, data, data)
     parameters = {name: unshard(value).numpy() for name, value in task.state_dict().items()}
     return parameters | {"val_loss": float(trainer.newest_values["val_loss"])}
@@ -112,6 +118,26 @@ def test_chunked_loss_on_two_processes_equals_one(group, tmp_path, strategy, tas
     assert_equal(ours, alone)
 
 
-def test_chunked_loss_refuses_a_sharded_weight(group, tmp_path):
-    for message in group(2).run(catch_message, ConfigError, fit, tmp_path, of_weight, lumen.FSDP(wrap="Head")):
-        assert "chunked_cross_entropy: expected the module as head, because its weight is sharded" in message
+@pytest.mark.parametrize(
+    ("loss", "head", "units", "message"),
+    [
+        (of_weight, Head, "Head", "expected the module as head, because its weight is sharded; found torch.float64"),
+        (chunked, Adapter, "Linear", "expected the head to be one FSDP unit or part of one (option wrap); found units"),
+    ],
+)
+def test_chunked_loss_refuses_heads_that_gather_per_chunk(group, tmp_path, loss, head, units, message):
+    options = {"strategy": lumen.FSDP(wrap=units), "task": {"head": head}}
+    for found in group(2).run(catch_message, ConfigError, fit, tmp_path, loss, **options):
+        assert f"chunked_cross_entropy: {message}" in found
+
+
+@pytest.mark.parametrize("strategy", [lumen.FSDP(param_dtype="bf16"), lumen.FSDP(param_dtype="bf16", wrap="Head")])
+def test_chunked_loss_in_dtype_of_fsdp_is_accurate(group, tmp_path, strategy):
+    ours = run_on_ranks(group, 2, fit, tmp_path, chunked, strategy)
+    assert_equal(ours, run_on_ranks(group, 2, fit, tmp_path, plain, strategy), 0.05)
+
+
+def test_chunked_loss_in_manual_optimization_equals_plain(group, tmp_path):
+    options = {"task": {"is_manual": True}, "gradient_clip_val": None, "accumulate_grad_batches": 1}
+    ours = run_on_ranks(group, 2, fit, tmp_path, chunked, lumen.FSDP(), **options)
+    assert_equal(ours, run_on_ranks(group, 2, fit, tmp_path, plain, lumen.FSDP(), **options))

@@ -37,7 +37,8 @@ def make_head(kind=nn.Linear, dtype=torch.float64, **options):
 
 
 def plain(hidden, head, targets, **options):
-    return F.cross_entropy(head(hidden).flatten(0, -2), targets.flatten(), **options)
+    logits = head(hidden)
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.flatten(), **options)
 
 
 def differentiate(loss, *tensors):
@@ -80,9 +81,9 @@ def test_chunked_loss_equals_plain_loss(head, reduction, smoothing, chunk_size):
 @pytest.mark.parametrize("kind", [nn.Linear, Adapted])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_chunked_loss_without_counted_tokens_equals_plain(kind, reduction):
-    """All targets ignored, with a different `ignore_index`; and no tokens."""
+    """All targets ignored, with a different `ignore_index`; one such token without a batch; no tokens."""
     (hidden, targets), head = make_inputs(), make_head(kind)
-    for batch, answers in ((hidden, targets.fill_(-1)), (hidden[:0], targets[:0])):
+    for batch, answers in ((hidden, targets.fill_(-1)), (hidden[0, 0], targets[0, 0]), (hidden[:0], targets[:0])):
         losses = [
             loss(batch, head, answers, ignore_index=-1, reduction=reduction, label_smoothing=0.1)
             for loss in (chunked, plain)
