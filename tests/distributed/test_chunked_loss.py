@@ -15,7 +15,7 @@ from tests.helpers.group import assert_equal, catch_message, run_on_ranks
 from tests.helpers.sharded import unshard
 from tests.helpers.tasks import bare_trainer
 
-WIDTH, WORDS = 6, 19
+WIDTH, WORDS = 6, 20
 chunked = partial(lumen.chunked_cross_entropy, chunk_size=8, reduction="sum")
 
 
@@ -44,9 +44,9 @@ class Adapter(nn.Module):
 class Language(lumen.TaskModule):
     """Language model that ignores some targets and weights its loss by the number of the others."""
 
-    def __init__(self, loss, head=Head, is_tied=False, is_manual=False):
+    def __init__(self, loss, head=Head, is_tied=False, is_manual=False, plan=None):
         super().__init__()
-        self.automatic_optimization = not is_manual
+        self.automatic_optimization, self.parallel_plan = not is_manual, plan
         torch.manual_seed(0)
         self.embed, self.layer, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), head(WIDTH, WORDS)
         if is_tied:
@@ -135,6 +135,15 @@ def test_chunked_loss_refuses_heads_that_gather_per_chunk(group, tmp_path, loss,
 def test_chunked_loss_in_dtype_of_fsdp_is_accurate(group, tmp_path, strategy):
     ours = run_on_ranks(group, 2, fit, tmp_path, chunked, strategy)
     assert_equal(ours, run_on_ranks(group, 2, fit, tmp_path, plain, strategy), 0.05)
+
+
+@pytest.mark.parametrize("shape", [{"tensor": 2}, {"tensor": 2, "shard": 2}], ids=str)
+def test_chunked_loss_of_a_cut_vocabulary_equals_one(group, tmp_path, shape):
+    """The head is called on each chunk, and gathers the logits of the chunk."""
+    task, processes = {"plan": {"head": "vocab"}, "head": nn.Linear}, 2 * shape.get("shard", 1)
+    alone = fit(tmp_path, plain, batches=4)
+    ours = run_on_ranks(group, processes, fit, tmp_path, chunked, lumen.Mesh(**shape), 8 // processes, task=task)
+    assert_equal(ours, alone)
 
 
 def test_chunked_loss_in_manual_optimization_equals_plain(group, tmp_path):
