@@ -57,6 +57,7 @@ from lumen.strategies import SingleDevice as SingleDevice, Strategy as Strategy
 from lumen.strategies.ddp import DDP as DDP
 from lumen.strategies.fsdp import FSDP as FSDP
 from lumen.strategies.mesh import Mesh as Mesh
+from lumen.task.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
 from lumen.task.data_module import DataModule as DataModule
 from lumen.task.hyperparameters import HyperparametersMixin as HyperparametersMixin
 from lumen.task.task_module import TaskModule as TaskModule

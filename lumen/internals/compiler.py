@@ -48,6 +48,11 @@ def compile_call(module: nn.Module, options: Mapping[str, Any]) -> None:
     module._compiled_call_impl = torch.compile(separate_call, **options)
 
 
+def call_uncompiled(module: nn.Module, *args: Any) -> Any:
+    """Call a module with its hooks, but not its compiled code."""
+    return module._call_impl(*args)  # type: ignore[no-untyped-call]
+
+
 def uncompile(module: nn.Module) -> None:
     """Undo the compilation of a module in place."""
     del module.__dict__["_compiled_call_impl"]

@@ -15,7 +15,8 @@ with suppress(ImportError):
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 check_attributes("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
-     "_load_state_dict_pre_hooks", "_load_from_state_dict", "_forward_pre_hooks")  # fmt: skip
+     "_load_state_dict_pre_hooks", "_load_from_state_dict", "_forward_pre_hooks", "_forward_hooks",
+     "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 check_attributes("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
 check_attributes("Lumen", torch.UntypedStorage, "_cdata")
 check_attributes("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm",
@@ -45,6 +46,18 @@ def get_direct_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor |
 def list_forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks that a module calls before its `forward`."""
     return list(module._forward_pre_hooks.values())
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return True if a call of a module computes `F.linear` of its weight and bias, and nothing else."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module) and not any(hooks)
+
+
+def may_run_backward_again() -> bool:
+    """Return False if the backward in progress frees its graph; True with `retain_graph`, or if torch cannot say."""
+    is_graph_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return torch.compiler.is_compiling() or is_graph_kept is None or bool(is_graph_kept())
 
 
 def get_pruned_name(hook: Any) -> str:

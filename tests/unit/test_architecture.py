@@ -94,6 +94,7 @@ PUBLIC = [
     "Tuner",
     "WandbLogger",
     "Weights",
+    "chunked_cross_entropy",
     "goodput",
     "grad_norm",
     "isolate_rng",
