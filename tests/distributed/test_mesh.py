@@ -124,7 +124,7 @@ def train_twice(folder, name):
 def test_cut_layers_work_with_each_feature(group, tmp_path, name):
     sharded, cut = group(2).run(train_twice, tmp_path, name, limit_s=120)[0]
     for one, other in zip(sharded, cut, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4 if name in ("bf16", "fp16") else 1e-11)
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if name in ("bf16", "fp16") else 1e-11)
 
 
 def catch_adapter(folder):
