@@ -1,5 +1,7 @@
 """Mesh: layers cut over processes train as on one process, and plans that would not are refused."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -8,8 +10,12 @@ from lumen.distributed.dtensor import gather_full_tensor
 from lumen.errors import ConfigError
 from tests.helpers.checkpoints import read_tensors
 from tests.helpers.mesh import (
+    HEAD,
     PLAN,
     SAMPLES,
+    TIME,
+    VOCAB,
+    WIDTH,
     Built,
     Frozen,
     Half,
@@ -188,3 +194,27 @@ def test_sizes_must_match_the_processes(group, tmp_path):
         lumen.Mesh(shard_size=2)
     with pytest.raises(ConfigError, match=r"no argument wrapp\. Did you mean wrap"):
         lumen.Mesh(wrapp="Block")
+
+
+def count_collectives(folder):
+    """Return the collectives of two further steps, by name and shape."""
+    found = []
+    for steps in (1, 2, 4):  # the first run opens the groups
+        trainer = bare_trainer(folder, max_steps=steps, strategy=lumen.Mesh(tensor=2), gradient_clip_val=1.0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
+            trainer.fit(Momentum(), make_loader(shuffle=True))
+        events = [each for each in record.events() if each.name.startswith("gloo:")]
+        found.append(Counter((each.name.removeprefix("gloo:"), str(each.input_shapes[0])) for each in events))
+    return dict(found[2] - found[1])
+
+
+def test_cut_layers_communicate_as_documented(group, tmp_path):
+    """A region sums its output and its input's gradient; embedding and head add two sums and a gather of logits."""
+    regions, activations, batch = 2 * 2, f"[2, {TIME}, {WIDTH}]", [2, TIME, VOCAB // 2]
+    for found in group(2).run(count_collectives, tmp_path, limit_s=120):
+        assert found.pop(("all_reduce", activations)) == 2 * (2 * regions + 2)
+        assert found.pop(("all_gather", str(batch))) == 2
+        assert found.pop(("all_reduce", f"[{HEAD}]")) == 2 * 2  # norms of heads
+        control = [count for (name, _), count in found.items() if name == "all_reduce"]
+        assert control == [2, 2]  # the norm of gradients, and the numbers of a step
+        assert len(found) == 2
