@@ -34,6 +34,7 @@ STRATEGIES = {
     "single": lambda: "single",
     "ddp": lambda: lumen.DDP(bucket_cap_mb=0.0005),  # several buckets
     "fsdp": lambda: lumen.FSDP(wrap="Linear"),
+    "mesh": lambda: lumen.Mesh(tensor=2),
 }
 
 
@@ -43,6 +44,8 @@ def whole(tensor):
 
 class Noisy(lumen.TaskModule):
     """Task with dropout, batch norm, draws of three libraries in the step, torchmetrics, a schedule and a plateau."""
+
+    parallel_plan = {"net.0": "colwise_gather_output"}  # noqa: RUF012
 
     def __init__(self, striker, fits=SAMPLES):
         super().__init__()
@@ -68,6 +71,8 @@ class Noisy(lumen.TaskModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if not self.trainer.enable_checkpointing:  # a trial of a finder
             return
+        if self.trainer.strategy.data_world_size < self.trainer.world_size and self.global_rank:
+            return  # rank 0 trains the same samples
         part = batch_idx if self.automatic_optimization else f"{batch_idx} of rank {self.global_rank}"
         entry = [self.current_epoch, self.global_step, part, batch[2].tolist()]
         with open("samples.jsonl", "a") as file:

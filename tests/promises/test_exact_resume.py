@@ -23,6 +23,7 @@ BY_HAND = {"by_hand": True}
 DDP_2 = {"strategy": "ddp", "devices": 2}
 DDP_3 = {"strategy": "ddp", "devices": 3}
 FSDP_2 = {"strategy": "fsdp", "devices": 2}
+MESH_2 = {"strategy": "mesh", "devices": 2}
 BF16 = {"precision": "bf16", "max_steps": 13}  # ends inside the last epoch
 LATER = {"asynchronous": True}
 AVERAGES = {"averages": True}
@@ -60,6 +61,7 @@ KILLS = {
     ),
     "ddp 3": (DDP_3, [(2, "train", 4), (0, "operation", 30), (1, "validate", 3)]),
     "fsdp 2": (FSDP_2, [(0, "operation", 33), (0, "cleaning", 2), (1, "train", 5)]),
+    "mesh 2": (MESH_2, [(1, "train", 5), (0, "operation", 33), (0, "validate", 2)]),
     "fsdp 2, 2 workers": (FSDP_2 | {"workers": 2}, [(1, "validate", 3), (1, "operation", 7), (0, "train", 4)]),
 }
 SLOW = (
