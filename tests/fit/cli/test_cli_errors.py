@@ -443,7 +443,7 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(catch_error, capsys):
         (["--config=lines.yaml"], "cannot read the config file lines.yaml: No such file or directory. Did you mean line.yaml?"),
         (["--trainer.devices=0"], "trainer.devices (the command line): expected a number of devices or auto, found 0."),
         (["--trainer.devices=two"], "trainer.devices (the command line): expected a number of devices or auto, found 'two'."),
-        (["--trainer.strategy=dpp"], "trainer.strategy (the command line): 'dpp' is unknown; use auto, single, ddp or fsdp"),
+        (["--trainer.strategy=dpp"], "trainer.strategy (the command line): 'dpp' is unknown; use auto, single, ddp, fsdp or mesh"),
         (["--trainer.strategy=deepspeed"], "trainer.strategy (the command line): 'deepspeed' is unknown; use fsdp, which"),
         (["--trainer.num_nodes=0"], "trainer.num_nodes (the command line): must be at least 1, found 0."),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val (the command line): must be at least 0, found -1.0."),

@@ -45,7 +45,9 @@ def test_gpt2_has_the_published_parameters_and_heads(preset, heads, count):
     with torch.device("meta"):
         gpt = GPT(vocab_size=50257, block_size=1024, preset=preset)
     assert sum(parameter.numel() for parameter in gpt.parameters()) == count
-    assert {block.attention.heads for block in gpt.transformer.blocks} == {heads}
+    assert {block.attention.head_size for block in gpt.transformer.blocks} == {
+        gpt.transformer.tokens.embedding_dim // heads
+    }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -62,7 +64,7 @@ def test_preset_values_can_be_overridden():
     with torch.device("meta"):
         transformer = GPT(VOCABULARY, preset="gpt2", n_layer=2, n_head=3).transformer
     assert len(transformer.blocks) == 2
-    assert transformer.blocks[0].attention.heads == 3
+    assert transformer.blocks[0].attention.head_size == transformer.tokens.embedding_dim // 3
     assert transformer.norm.weight.shape == (768,)
 
 
