@@ -210,12 +210,21 @@ def locate_each(processes: dict[int, tuple[int, int]], number: int) -> dict[int,
     return places
 
 
-@cache
 def open_stack_file() -> int:
     """Return the descriptor of the file to which this process and its forks write stacks at `SINGLE_SIGNAL`."""
+    file = _create_stack_file()
+    if not has_handler(SINGLE_SIGNAL):
+        # Other code may have reset all signals, as Lightning's trainer does. A registration that faulthandler still
+        # knows would change nothing. The handler is permanent: a run may be inside another run's hook.
+        faulthandler.unregister(SINGLE_SIGNAL)
+        faulthandler.register(SINGLE_SIGNAL, file, all_threads=True)
+    return file
+
+
+@cache
+def _create_stack_file() -> int:
     file, path = tempfile.mkstemp(prefix="lumen-stacks-")
     os.unlink(path)
-    faulthandler.register(SINGLE_SIGNAL, file, all_threads=True)  # permanent: a run may be inside another run's hook
     return file
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lumen
+from lumen.distributed.stack_dump import SINGLE_SIGNAL
 from lumen.errors import ConfigError
 from tests.helpers.process_state import read_process_state
 from tests.helpers.tasks import Drawing, Regression, bare_trainer, loader, quiet_trainer, weights
@@ -126,8 +127,12 @@ def test_a_hook_without_gradients_may_train(tmp_path):
     assert losses[-1] == bare_trainer(tmp_path).validate(plain, loader())[0]
 
 
-def test_run_is_watched_after_a_nested_one(tmp_path, caplog):
+@pytest.mark.parametrize("resets", [False, True], ids=["nested", "reset by Lightning"])
+def test_run_is_watched_after_a_nested_one(tmp_path, caplog, resets):
     """The signal that requests stack traces would end a process without a handler for it."""
+    if resets:
+        bare_trainer(tmp_path, max_steps=1).fit(Regression(), loader(8, 8))
+        signal.signal(SINGLE_SIGNAL, signal.getsignal(SINGLE_SIGNAL))  # Python does not know the handler.
 
     class Waiting(lumen.Callback):
         def on_train_batch_end(self, trainer, *_):
