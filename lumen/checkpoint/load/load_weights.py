@@ -12,7 +12,6 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from lumen.checkpoint.format.codec import Tensors, decode
@@ -35,6 +34,7 @@ from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointMismatch
 from lumen.errors.arguments import expand_path
 from lumen.internals.masking import find_secret_placeholder, has_reference, lacks_object
+from lumen.internals.omegaconf import is_omegaconf, make_omegaconf
 from lumen.internals.tensors import call_load_hooks, has_load_hooks
 from lumen.precision import convert_as_saved
 from lumen.task.data_module import DataModule
@@ -318,7 +318,7 @@ def _build_object(kind: type[Owner], checkpoint: Checkpoint, entry: str, overrid
     saved = decode(checkpoint.state[entry], checkpoint.as_mapping("extra"))
     for name in checkpoint.state.get("omegaconf", {}).get(entry, ()):
         if not has_reference(saved[name]):  # a third-party checkpoint must not read environment variables
-            saved[name] = OmegaConf.create(saved[name], flags={"allow_objects": True})
+            saved[name] = make_omegaconf(saved[name])
     hyperparameters = _choose_arguments(kind, saved, overrides)
     kept = {name: value for name, value in hyperparameters.items() if name not in overrides}
     for name, value in kept.items():  # a third-party checkpoint must not read environment variables
@@ -357,8 +357,8 @@ def _choose_arguments(kind: type[Any], saved: Mapping[str, Any], overrides: Mapp
     required = [name for name, each in accepted.items() if each.default is each.empty and name not in overrides]
     if len(required) == 1 and saved and not saved.keys() & accepted.keys():
         entries: Any = Hyperparameters({name: overrides.get(name, value) for name, value in saved.items()})
-        if any(map(OmegaConf.is_config, saved.values())):
-            entries = OmegaConf.create(dict(entries), flags={"allow_objects": True})
+        if any(map(is_omegaconf, saved.values())):
+            entries = make_omegaconf(dict(entries))
         return {required[0]: entries, **{name: value for name, value in overrides.items() if name not in saved}}
     constructors = [vars(base)["__init__"] for base in kind.__mro__[1:] if "__init__" in vars(base)]
     by_bases = {name for each in constructors for name in inspect.signature(each).parameters}

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from lumen.checkpoint.format.codec import JSON, Tensors, encode, name_objects
@@ -26,6 +25,7 @@ from lumen.distributed.process_location import Frame
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.internals.masking import lacks_object
+from lumen.internals.omegaconf import is_omegaconf
 from lumen.run.run import Run
 from lumen.strategies import select_by_data_rank, sync_buffers
 from lumen.task.hyperparameters import HyperparametersMixin, get_recorded_hparams
@@ -112,7 +112,7 @@ def capture_run(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors],
             name_objects(get_recorded_hparams(datamodule)) if isinstance(datamodule, HyperparametersMixin) else {}
         ),
         "omegaconf": {
-            entry: [name for name, value in owner.hparams.items() if OmegaConf.is_config(value)]
+            entry: [name for name, value in owner.hparams.items() if is_omegaconf(value)]
             for entry, owner in (("hyperparameters", task), ("data_hyperparameters", datamodule))
             if isinstance(owner, HyperparametersMixin)
         },
