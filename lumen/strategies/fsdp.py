@@ -113,9 +113,7 @@ class FSDP(Strategy):
         startup_timeout_s: float = STARTUP_TIMEOUT_S,
     ) -> None:
         _check_arguments(
-            [wrap, wrap_if, wrap_min_parameters], kind := sharding_strategy.lower(), shard_size, reshard_after_forward,
-            {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype,
-             "buffer_dtype": buffer_dtype},
+            [wrap, wrap_if, wrap_min_parameters], kind := sharding_strategy.lower(), shard_size, reshard_after_forward
         )  # fmt: skip
         self._timeouts = {"timeout_s": timeout_s, "startup_timeout_s": startup_timeout_s}
         self._wrap = (_as_names(wrap), wrap_if, wrap_min_parameters)
@@ -377,16 +375,10 @@ def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
-def _check_arguments(
-    wraps: list[Any], kind: str, shard_size: int | None, reshard: bool | int | None, dtypes: dict[str, str | None]
-) -> None:
+def _check_arguments(wraps: list[Any], kind: str, shard_size: int | None, reshard: bool | int | None) -> None:
     if sum(each is not None for each in wraps) > 1:
         raise ConfigError(
             "FSDP: wrap, wrap_if and wrap_min_parameters each choose the units. Set only one of these options."
-        )
-    if kind not in _UNSHARDED_STRATEGIES:
-        raise ConfigError(
-            f"FSDP: sharding_strategy: expected one of {', '.join(_UNSHARDED_STRATEGIES)}; found {kind!r}."
         )
     if shard_size is not None and (kind != "hybrid_shard" or shard_size < 1):
         raise ConfigError(
@@ -398,6 +390,3 @@ def _check_arguments(
         raise ConfigError(
             f"FSDP: reshard_after_forward = {reshard}: expected true, false or a number of processes, at least 2."
         )
-    for option, dtype in dtypes.items():
-        if dtype not in _DTYPES:
-            raise ConfigError(f"FSDP: {option}: expected bf16, fp16, fp32 or null, found {dtype!r}.")

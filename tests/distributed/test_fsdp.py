@@ -331,11 +331,11 @@ def train_tied(folder):
     ("options", "message"),
     [
         ({"wrap": "Block", "wrap_min_parameters": 3}, "Set only one"),
-        ({"sharding_strategy": "zero3"}, "expected one of full_shard"),
+        ({"sharding_strategy": "zero3"}, "sharding_strategy: expected 'full_shard'"),
         ({"shard_size": 2}, "hybrid_shard"),
         ({"sharding_strategy": "no_shard", "reshard_after_forward": True}, "no_shard keeps parameters unsharded"),
         ({"reshard_after_forward": 1}, "at least 2"),
-        ({"param_dtype": "float8"}, "param_dtype: expected bf16"),
+        ({"param_dtype": "float8"}, "param_dtype: expected 'bf16'"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(options, message):

@@ -9,6 +9,7 @@ import lumen
 from lumen.distributed.dtensor import gather_full_tensor
 from lumen.errors import ConfigError
 from tests.helpers.checkpoints import read_tensors
+from tests.helpers.communication import VOTE
 from tests.helpers.mesh import (
     HEAD,
     PLAN,
@@ -215,6 +216,5 @@ def test_cut_layers_communicate_as_documented(group, tmp_path):
         assert found.pop(("all_reduce", activations)) == 2 * (2 * regions + 2)
         assert found.pop(("all_gather", str(batch))) == 2
         assert found.pop(("all_reduce", f"[{HEAD}]")) == 2 * 2  # norms of heads
-        control = [count for (name, _), count in found.items() if name == "all_reduce"]
-        assert control == [2, 2]  # the norm of gradients, and the numbers of a step
-        assert len(found) == 2
+        found.pop(("all_reduce", f"[{VOTE}]"), None)  # more often if the machine stalls
+        assert [*found.values()] == [2, 2]  # the norm of gradients, and the numbers of a step
