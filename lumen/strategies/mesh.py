@@ -24,7 +24,7 @@ class Mesh(FSDP):
     The number of processes is `replicate * shard * tensor`. The processes of a `tensor` group have successive ranks, so
     that a group is in one node if its size divides the processes of a node. They read the same batches, and compute
     each layer of the task's `parallel_plan` together. Over `replicate` and `shard`, the strategy is `FSDP`:
-    `Mesh(shard=n)` equals `FSDP()` on n processes bit by bit.
+    `Mesh(shard=n)` and `FSDP()` on n processes are bitwise identical.
 
     `parallel_plan` is a dictionary of the task: names of modules, where `*` is one part of a name, and words. A module
     without an entry is computed by every process of a group.
