@@ -146,7 +146,7 @@ class TensorParallel:
         distribute_module(layer, mesh, None, convert_input, convert_output)
 
     def _make_part(self, parameter: nn.Parameter, placement: Placement, parts: int) -> nn.Parameter:
-        """Return a parameter with this process's part of the values of another one."""
+        """Return a new parameter with this process's part of the values of `parameter`."""
         values = parameter.detach()
         if isinstance(placement, Shard):
             dim = placement.dim

@@ -138,12 +138,12 @@ class Checkpoint:
         return data.view(spec.dtype).reshape(tuple(shape))
 
     def read_shard(self, section: str, name: str, like: torch.Tensor, *, is_replicated: bool = False) -> torch.Tensor:
-        """Read this process's shard of a tensor that is sharded like another one, into new host memory.
+        """Read this process's shard of a tensor into new host memory, with the sharding of `like`.
 
         Args:
             section: "model", "optimizer" or "extra".
             name: Name of the tensor in the section.
-            like: A tensor with the sharding; a plain tensor reads everything.
+            like: A tensor with the sharding of the shard; for a plain tensor, all values are read.
             is_replicated: Every process reads all values.
         """
         _, shape = self.get_spec(section, name)
