@@ -330,12 +330,15 @@ def update_references(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def _register_on_meta(recorder: InitRecorder, present: set[int]) -> Iterator[None]:
+def _register_on_meta(recorder: InitRecorder, task: nn.Module) -> Iterator[None]:
     """Move parameters to the meta device when modules register them within the context; buffers stay.
 
-    The parameter objects stay the same, so tied parameters stay tied.
+    The parameter objects stay the same, so tied parameters stay tied. Parameters that the task has already stay where
+    they are.
     """
     register = nn.Module.register_parameter
+    # The objects are kept too: the id of a replaced parameter could be that of a new one.
+    present = {id(parameter): parameter for parameter in task.parameters()}
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if type(parameter) is nn.Parameter and id(parameter) not in present:
@@ -381,7 +384,7 @@ class DeferredInit:
             return
         if is_overridden(task, "configure_model"):
             try:
-                with _register_on_meta(recorder, {id(parameter) for parameter in task.parameters()}):
+                with _register_on_meta(recorder, task):
                     task.configure_model()
             except (RuntimeError, TypeError) as error:
                 if not re.search("meta|incompatible tensor type", str(error)):

@@ -144,6 +144,34 @@ def test_initial_values_depend_only_on_seed_and_names(tmp_path):
     assert len({first[name].tobytes() for name in drawn}) == len(drawn) - len(copies) - 1  # two parameters are tied
 
 
+class Deep(lumen.TaskModule):
+    def configure_model(self):
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(30))
+
+    def training_step(self, batch):
+        return sum(layer.weight.square().sum() for layer in self.layers)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class Replacing(Deep):
+    """Task whose configure_model replaces layers, whose ids new parameters then have."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(30))
+
+    def configure_model(self):
+        for index in range(30):
+            self.layers[index] = None
+            self.layers[index] = nn.Linear(3, 3)
+
+
+def test_layers_that_replace_others_begin_alike(tmp_path):
+    assert_equal(*(read_initial_state(tmp_path, task, "single") for task in (Replacing(), Deep())), 0.0)
+
+
 def test_they_are_those_of_the_modules_own_initialisers(tmp_path):
     weights = read_initial_state(tmp_path, Zoo(), "single")
     bound = 1 / np.sqrt(7)
