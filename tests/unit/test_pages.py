@@ -179,6 +179,13 @@ def test_contributing_is_short_and_names_existing_targets():
     assert {*re.findall(r"\bmake ([\w-]+)", page)} <= targets
 
 
+def test_navigation_of_the_site_names_each_page():
+    pages = {str(path.relative_to(HOME / "docs")) for path in HOME.glob("docs/**/*.md") if "site" not in path.parts}
+    named = re.findall(r"\b[\w/-]+\.md\b", (HOME / "mkdocs.yml").read_text().partition("nav:")[2])
+    assert set(named) >= pages
+    assert len(named) == len(set(named))
+
+
 def test_the_readme_leads_to_each_page():
     linked = {*re.findall(r"\]\(([^)#]+)\)", (HOME / "README.md").read_text())}
     assert linked >= {*NAMES}
