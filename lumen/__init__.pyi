@@ -57,6 +57,7 @@ from lumen.strategies import SingleDevice as SingleDevice, Strategy as Strategy
 from lumen.strategies.ddp import DDP as DDP
 from lumen.strategies.fsdp import FSDP as FSDP
 from lumen.strategies.mesh import Mesh as Mesh
+from lumen.task.attention import attention as attention, position_ids as position_ids
 from lumen.task.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
 from lumen.task.data_module import DataModule as DataModule
 from lumen.task.hyperparameters import HyperparametersMixin as HyperparametersMixin

@@ -93,7 +93,7 @@ def _get_batching_settings(run: Run) -> dict[str, Setting]:
     for name, size in adapter.get_batching().items():
         batching[name] = size
         if name in STEP_SIZE_KEYS and size is not None and len(sizes) > 1:
-            unit = size // adapter.per_step * run.strategy.data_world_size
+            unit = size // adapter.per_step * run.strategy.data_world_size // run.strategy.context_size
             batching[name] = format_by_epoch({epoch: number * unit for epoch, number in sizes.items()})
     return batching
 

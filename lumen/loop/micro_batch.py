@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from lumen.task.steps import make_no_gradient_error, read_output
 
 def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
     """Begin the weighting of a step. Returns an iterable that reads the step's micro-batches from the loader."""
+    if run.strategy.context_size > 1:  # Each process of a context group computes its part of the same sequences.
+        window.wrap_fetch(partial(_cut_fetched, run))
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples  # The window knows the number of samples of all processes.
     if run.step.weighting.is_set_by_task:
@@ -42,6 +45,14 @@ def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch
     # by `weight_guess`, and the gradients are corrected in the end.
     run.step.weighting.begin_step(planned, len(window.sizes), run.progress.weight_guess)
     return micro_batches
+
+
+def _cut_fetched(run: Run, fetch: Callable[[], Any]) -> Callable[[], Any]:
+    def fetch_part() -> Any:
+        batch, loader = fetch()
+        return run.strategy.cut_batch(batch), loader
+
+    return fetch_part
 
 
 def accumulate_gradient(

@@ -28,6 +28,7 @@ from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
 from lumen.internals.optimizers import ForwardingOptimizer
 from lumen.internals.tensors import get_version
+from lumen.loop.context_check import check_context
 from lumen.loop.micro_batch import accumulate_gradient, begin_weighting
 from lumen.loop.step_in_parts import StepInParts, reduce_max_samples, warn_of_parts
 from lumen.metrics.torchmetrics_states import copy_metric_states, restore_metrics
@@ -83,6 +84,9 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
             run.optim.zero_grad(run.progress.epoch, window.first_index)
             # DDP and FSDP must know before the forward which parameters were frozen or unfrozen since the last step.
             run.strategy.begin_step()
+            if run.strategy.context_size > 1 and not run.step.weighted_windows:
+                check_context(run, micro, batch)
+                run.step.seed_micro_batch(micro, micro.index)
         # Forward and backward add to `parameter.grad`. The processes average gradients in the step's last backward.
         if halving is not None:
             output = halving.accumulate_gradient(micro, batch)

@@ -20,7 +20,7 @@ class Loaders:
             the data module or the task has them.
         plan: Settings of the run, with the size of steps.
         progress: Counters of the run.
-        data_world_size: Number of data ranks, which share the training data.
+        data_world_size: Number of parts into which the training data of a step is divided.
 
     Attributes:
         train: The training loader; None before `fit` has opened it.

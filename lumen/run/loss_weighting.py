@@ -37,6 +37,7 @@ class LossWeighting:
         is_set_by_task: True if the task has `batch_weight`; see the attribute.
         data_world_size: Number of data ranks, over which gradients are averaged.
         processes_per_data_rank: Number of processes of each data rank, which compute the same micro-batches.
+        context_size: Number of data ranks that share the samples of a micro-batch, each with a part of the sequences.
         uses_scaler: True under a gradient scaler. Then gradients are multiplied by the number of processes, instead of
             the loss, so that overflows do not depend on this number.
         start_sum: Function that begins to sum numbers over the processes. It returns a function that waits for the
@@ -60,6 +61,7 @@ class LossWeighting:
         is_set_by_task: bool,
         data_world_size: int = 1,
         processes_per_data_rank: int = 1,
+        context_size: int = 1,
         uses_scaler: bool = False,
         start_sum: StartSum | None = None,
         gather: Callable[[FirstWeight], list[FirstWeight]] | None = None,
@@ -73,6 +75,7 @@ class LossWeighting:
         self._loss_multiplier, self._gradient_multiplier = (1, data_world_size) if uses_scaler else (data_world_size, 1)
         self._start_sum, self._gather = start_sum, gather
         self._data_world_size, self._processes_per_data_rank = data_world_size, processes_per_data_rank
+        self._context_size = context_size
         self.begin_step(0.0, 0, 1.0)
 
     def begin_step(self, planned: float, micro_batches: int, guess: float) -> None:
@@ -133,6 +136,8 @@ class LossWeighting:
             returned = None  # The known weight is equal.
         if self.has_returned_weights not in (None, returned is not None):
             raise _make_mixed_weights_error()
+        if not self.is_set_by_task:  # The number of samples, which counts once for all their parts.
+            known /= self._context_size
         weight = known if returned is None else returned
         if not 0.0 <= weight < math.inf:
             raise TrainingError(f"a micro-batch has the weight {weight}; a weight is a finite number >= 0.")

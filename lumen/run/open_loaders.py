@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from inspect import isclass
 from typing import Any
 
@@ -60,7 +59,8 @@ def _open_loaders(run: Run) -> None:
         raise DataError("there is no training data. Pass a DataModule or a loader to fit, or define train_dataloader.")
     is_manual = not run.task.automatic_optimization
     communicates = is_manual or run.strategy.has_collectives_in("forward")
-    rank_slice = _make_rank_slice(run, needs_dummies=communicates)._replace(splits=is_manual)
+    rank_slice = _make_rank_slice(run, run.strategy.context_size, needs_dummies=communicates)
+    rank_slice = rank_slice._replace(splits=is_manual)
     per_step = plan.get_accumulation(run.progress.epoch) * rank_slice.world_size
     run.loaders.train = train = adapt_loader(
         loader, run.seed, per_step, plan.global_batch_size, rewinds=plan.same_batches, rank_slice=rank_slice
@@ -154,7 +154,7 @@ def open_evaluation_loaders(
             f"training and validation read one {type(training_loader).__name__}, which is an iterator: each would take "
             "batches from the other. Pass two loaders."
         )
-    rank_slice = _make_rank_slice(run, needs_dummies=run.strategy.has_collectives_in("evaluation"))
+    rank_slice = _make_rank_slice(run, 1, needs_dummies=run.strategy.has_collectives_in("evaluation"))
     adapters = []
     for number, loader in enumerate(loaders):
         seed = make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number)
@@ -167,10 +167,15 @@ def open_evaluation_loaders(
     return adapters
 
 
-def _make_rank_slice(run: Run, *, needs_dummies: bool) -> RankSlice:
+def _make_rank_slice(run: Run, data_ranks: int, *, needs_dummies: bool) -> RankSlice:
+    """Return the slice of this process, if `data_ranks` successive data ranks read the same batches."""
     strategy = run.strategy
+
+    def gather(value: Any) -> list[Any]:
+        return gather_from_data_ranks(strategy, value)[::data_ranks]
+
     return RankSlice(
-        strategy.data_rank, strategy.data_world_size, needs_dummies, partial(gather_from_data_ranks, strategy),
+        strategy.data_rank // data_ranks, strategy.data_world_size // data_ranks, needs_dummies, gather,
         processes=run.processes.world_size, gather_all=run.processes.all_gather,
     )  # fmt: skip
 

@@ -95,7 +95,9 @@ class Run:
         self.progress = Progress()
         self.log = LogContext(task, hooks, strategy)
         self.ending = RunEnd(plan, self.progress, strategy.processes, self.log)
-        self.loaders = Loaders(datamodule, loaders, plan, self.progress, strategy.data_world_size)
+        self.loaders = Loaders(
+            datamodule, loaders, plan, self.progress, strategy.data_world_size // strategy.context_size
+        )
         self.calls = TaskCalls(task, datamodule, strategy, precision, compilation)
         self.step = StepContext(strategy, precision, self.progress, self.log, seed, replays_graphs=replays_graphs)
         self.optim = Optimization(task)

@@ -118,6 +118,7 @@ class StepContext:
         self.weighting = LossWeighting(
             is_set_by_task=is_overridden(task, "batch_weight"),
             data_world_size=data_ranks, processes_per_data_rank=processes // data_ranks,
+            context_size=self._strategy.context_size,
             uses_scaler=self._precision.handles_overflow, start_sum=start_sum if processes > 1 else None, gather=gather,
             keeps_losses=keeps_losses,
         )  # fmt: skip

@@ -163,7 +163,15 @@ class FSDP(Strategy):
                 a replica.
         """
         self.processes.connect(self.device, **self._timeouts)
-        sizes = self._choose_mesh()
+        self.device_mesh = self._open_mesh(self._choose_mesh())
+        if not isinstance(self._reshard, bool) and self._shard_mesh.size(-1) % self._reshard:
+            raise ConfigError(
+                f"FSDP: reshard_after_forward = {self._reshard} does not divide the {self._shard_mesh.size(-1)} "
+                "processes that share the parameters. Set true, false or a divisor."
+            )
+
+    def _open_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
+        """Return the device mesh with these sizes, by name of dimension. Collective."""
         key = (dist.group.WORLD, self.device.type, *sizes.items())
         if key not in _meshes:
             # Groups split off the default group would get NCCL's options for gloo too.
@@ -171,14 +179,9 @@ class FSDP(Strategy):
             backends: Any = {"backend_override": dict.fromkeys(sizes, CUDA_BACKENDS)} if needs_override else {}
             shape = tuple(sizes.values())
             _meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(sizes), **backends)
-        self.device_mesh = _meshes[key]
         if self.processes.world_size > 1:
-            self.processes.include(self.device_mesh.get_all_groups())
-        if not isinstance(self._reshard, bool) and self._shard_mesh.size(-1) % self._reshard:
-            raise ConfigError(
-                f"FSDP: reshard_after_forward = {self._reshard} does not divide the {self._shard_mesh.size(-1)} "
-                "processes that share the parameters. Set true, false or a divisor."
-            )
+            self.processes.include(_meshes[key].get_all_groups())
+        return _meshes[key]
 
     def _choose_mesh(self) -> dict[str, int]:
         """Return the sizes of the device mesh, by name of dimension."""

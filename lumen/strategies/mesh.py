@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lumen.distributed.context import Context, use_context
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
 from lumen.strategies.fsdp import FSDP
 from lumen.strategies.fsdp_task import ShardedTask
+from lumen.strategies.sequence import cut_sequences, draw_whole_dropout
 from lumen.strategies.tensor_parallel import TensorParallel
 
 #: Options of FSDP that the sizes of a mesh replace: the default, and the sizes.
@@ -54,8 +58,10 @@ class Mesh(FSDP):
     """
 
     @check_arguments
-    def __init__(self, /, *, replicate: int = 1, shard: int | None = None, tensor: int = 1, **options: Any) -> None:
-        for name, value in {"replicate": replicate, "shard": shard, "tensor": tensor}.items():
+    def __init__(
+        self, /, *, replicate: int = 1, shard: int | None = None, tensor: int = 1, context: int = 1, **options: Any
+    ) -> None:
+        for name, value in {"replicate": replicate, "shard": shard, "tensor": tensor, "context": context}.items():
             if value is not None and value < 1:
                 raise ConfigError(f"Mesh: {name} must be at least 1, found {value}.")
         for name, (default, sizes) in _REPLACED.items():
@@ -63,6 +69,8 @@ class Mesh(FSDP):
                 raise ConfigError(f"Mesh: {name} is an option of FSDP. Set {sizes}.")
         super().__init__(**options)
         self._sizes = replicate, shard, tensor
+        self.context_size = context
+        self._context: Context | None = None
 
     @property
     def data_rank(self) -> int:
@@ -75,16 +83,31 @@ class Mesh(FSDP):
         return self.processes.world_size // self._sizes[2]
 
     def _choose_mesh(self) -> dict[str, int]:
-        replicate, shard, tensor = self._sizes
+        (replicate, shard, tensor), context = self._sizes, self.context_size
         world = self.processes.world_size
-        shard = shard or max(world // (replicate * tensor), 1)
-        if replicate * shard * tensor != world:
+        shard = shard or max(world // (replicate * tensor * context), 1)
+        if (product := replicate * shard * tensor * context) != world:
             raise ConfigError(
-                f"Mesh: replicate * shard * tensor is {replicate} * {shard} * {tensor} = {replicate * shard * tensor}, "
-                f"but {world} processes run. Change a size, or start {replicate * shard * tensor} processes."
+                f"Mesh: replicate * shard * tensor * context is {replicate} * {shard} * {tensor} * {context} = "
+                f"{product}, but {world} processes run. Change a size, or start {product} processes."
             )
-        names = {"replicate": replicate, "shard": shard, "tensor": tensor}
+        names = {"replicate": replicate, "shard": shard * context, "tensor": tensor}
         return {name: size for name, size in names.items() if name == "shard" or size > 1}
+
+    def connect(self) -> None:
+        """Open the process groups and make the device mesh: `replicate` x `shard` x `tensor`, without sizes of 1.
+
+        Parameters are sharded over the processes of `shard` and `context`.
+
+        Raises:
+            ConfigError: The product of the sizes is not the number of processes.
+        """
+        super().connect()
+        if self.context_size > 1:
+            tensor = self._sizes[2]
+            parts = self.data_world_size // self.context_size
+            mesh = self._open_mesh({"data": parts, "context": self.context_size, "tensor": tensor})["context"]
+            self._context = Context(mesh)
 
     @property
     def _shard_mesh(self) -> DeviceMesh:
@@ -94,9 +117,34 @@ class Mesh(FSDP):
 
     def _shard_task(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
         assert self.device_mesh is not None
+        if self._context is not None:
+            self._check_sequences(task)
         if self._sizes[2] == 1:
             return super()._shard_task(task, mesh)
         tensor_parallel = TensorParallel(task, self.device_mesh["tensor"], self.device)
         sharded = super()._shard_task(task, mesh)
         tensor_parallel.check_first_forward()
         return sharded
+
+    def _check_sequences(self, task: nn.Module) -> None:
+        name = type(task).__name__
+        dim = getattr(task, "sequence_dim", None)
+        if dim is None:
+            raise ConfigError(
+                f"Mesh: context = {self.context_size} cuts sequences, but {name} has no sequence_dim. Set the "
+                "dimension of the sequence in tensors of a batch, such as sequence_dim = 1 for (batch, time)."
+            )
+        if not getattr(task, "automatic_optimization", True):
+            raise ConfigError(f"Mesh: context = {self.context_size} needs automatic optimization in {name}.")
+        self._sequence_dim = int(dim)
+        draw_whole_dropout(task, dim)
+
+    def cut_batch(self, batch: Any) -> Any:
+        """Return this process's part of the sequences of a training batch, along `sequence_dim` of the task."""
+        return batch if self._context is None else cut_sequences(batch, self._sequence_dim, self._context)
+
+    @contextmanager
+    def gradient_sync(self, *, last: bool) -> Iterator[None]:
+        """Communicate gradients as `FSDP` does, and let `lumen.attention` gather keys and values."""
+        with use_context(self._context), super().gradient_sync(last=last):
+            yield

@@ -52,6 +52,8 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     device: torch.device = torch.device("cpu")
     #: The device mesh of the run; None without a process group.
     device_mesh: DeviceMesh | None = None
+    #: Number of successive data ranks that read the same training batches, each for a part of every sequence.
+    context_size: int = 1
     #: True if the strategy can run on several processes: then the trainer sets `processes` and `device`.
     spans_processes: bool = False
     #: True if `setup` shards parameters, and can do so while the parameters are on the meta device.
@@ -123,6 +125,10 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     @abstractmethod
     def call(self, step: str, *args: Any) -> Any:
         """Run a step of the task (`"training_step"`, ...) through the wrapper of this strategy."""
+
+    def cut_batch(self, batch: Any) -> Any:
+        """Return this process's part of the sequences of a training batch; the base class returns the batch."""
+        return batch
 
     def begin_step(self) -> None:
         """Prepare for the first forward of an optimizer step. Collective: every rank must call this."""

@@ -56,6 +56,8 @@ class TaskModule(HyperparametersMixin, ModelHooks, OptimizerHooks, DataHooks, At
     strict_loading = True
     #: Words by name of module, for `lumen.Mesh`: the layers that several processes compute together.
     parallel_plan: Mapping[str, str] | None = None
+    #: Dimension of the sequence in tensors of training batches, for `lumen.Mesh(context=...)`: 1 for `(batch, time)`.
+    sequence_dim: int | None = None
     #: Example batch, which a task may set for its own use and for callbacks.
     example_input_array: Any = None
 

@@ -484,7 +484,7 @@ class RunView:
                 "accumulate_grad_batches depends on global_batch_size and the training loader, which is not open yet. "
                 "Read accumulate_grad_batches during fit."
             )
-        return math.ceil(loader.per_step / self.strategy.data_world_size)
+        return math.ceil(loader.per_step * self.strategy.context_size / self.strategy.data_world_size)
 
     @property
     def gradient_clip_val(self) -> float | None:
@@ -701,7 +701,8 @@ class RunView:
             raise ConfigError("is_last_batch: the training loader has no length, so the last batch is unknown.")
         if not run.log.in_train_step:
             return run.progress.batches >= batches
-        other_ranks = run.strategy.data_world_size - 1 if run.task.automatic_optimization else 0
+        ranks = run.strategy.data_world_size // run.strategy.context_size
+        other_ranks = ranks - 1 if run.task.automatic_optimization else 0
         return run.progress.batches + count_micro_batches_started(run.step) + other_ranks >= batches
 
     @property

@@ -1,0 +1,70 @@
+"""Parts of the sequences of a batch, for context parallelism."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lumen.data.nested import iterate_tensors, map_leaves
+from lumen.distributed.context import Context, get_context
+from lumen.errors import ConfigError
+
+
+def cut_sequences(batch: Any, dim: int, context: Context) -> Any:
+    """Return this process's part of a batch: each tensor that has the dimension `dim` is cut there.
+
+    Raises:
+        ConfigError: No tensor has the dimension, or lengths differ or cannot be shared equally.
+    """
+    lengths = sorted({each.shape[dim] for each in iterate_tensors(batch) if each.ndim > dim})
+    if len(lengths) != 1 or lengths[0] % context.size:
+        raise ConfigError(
+            f"Mesh: sequence_dim is {dim}, where the tensors of a batch must have one length, a multiple of context = "
+            f"{context.size}; found the lengths {', '.join(map(str, lengths)) or 'of no tensor'}. Pad sequences, and "
+            "put other values into tensors with fewer dimensions."
+        )
+    length = lengths[0] // context.size
+
+    def cut(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim <= dim:
+            return tensor
+        return tensor.narrow(dim, context.rank * length, length).contiguous()
+
+    return map_leaves(batch, cut)
+
+
+def gather_sequences(batch: Any, dim: int, context: Context) -> Any:
+    """Return the batch of which `batch` is a part. Collective."""
+
+    def gather(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim <= dim:
+            return tensor
+        return context.gather(tensor, dim)
+
+    return map_leaves(batch, gather)
+
+
+def draw_whole_dropout(task: nn.Module, dim: int) -> None:
+    """Let `nn.Dropout` modules draw numbers for whole sequences, and use this process's part of them.
+
+    Args:
+        task: The task with the modules.
+        dim: The dimension of the sequence in inputs of these modules.
+    """
+    for module in task.modules():
+        if type(module) is nn.Dropout:
+            module.forward = partial(_drop_part, module, dim)  # type: ignore[method-assign]
+
+
+def _drop_part(module: nn.Dropout, dim: int, x: torch.Tensor) -> torch.Tensor:
+    context = get_context()
+    if context is None or not module.training or not module.p:
+        return F.dropout(x, module.p, module.training, module.inplace)
+    shape = [*x.shape]
+    shape[dim] *= context.size
+    factors = F.dropout(x.new_ones(shape), module.p).narrow(dim, context.rank * x.shape[dim], x.shape[dim])
+    return x.mul_(factors) if module.inplace else x * factors

@@ -1,0 +1,146 @@
+"""Mesh with context: processes that compute parts of sequences train as one process, and other tasks are refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lumen
+from tests.helpers.checkpoints import read_tensors
+from tests.helpers.tasks import quiet_trainer
+
+VOCAB, WIDTH, TIME, SAMPLES = 24, 16, 8, 22  # the last step of an epoch has fewer samples than the other steps
+#: Sizes of meshes: replicate, shard, tensor, context.
+SHAPES = [(1, 1, 1, 2), (1, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 2), (1, 1, 1, 4)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def mix(self, x, documents):
+        q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return lumen.attention(q, k, v, is_causal=True, document_ids=documents)
+
+    def forward(self, x, documents):
+        x = x + self.drop(self.out(self.mix(x, documents).transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(lumen.TaskModule):
+    """Language model of packed documents, whose loss is a mean over tokens that are not 0."""
+
+    sequence_dim = 1
+    parallel_plan = {f"blocks.*.{name}": "colwise" for name in ["q", "k", "v", "up"]} | {
+        "blocks.*.out": "rowwise",
+        "blocks.*.down": "rowwise",
+    }
+    block = Block
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(TIME, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.double()
+
+    def get_positions(self, ids):
+        return lumen.position_ids(ids.shape[1])
+
+    def forward(self, ids, documents):
+        x = self.tokens(ids) + self.positions(self.get_positions(ids))
+        for block in self.blocks:
+            x = block(x, documents)
+        return self.head(x)
+
+    def get_loss(self, batch):
+        logits = self(batch["ids"], batch["documents"])
+        total = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=0, reduction="sum")
+        tokens = int((batch["targets"] != 0).sum())
+        return total / max(tokens, 1), tokens
+
+    def training_step(self, batch):
+        loss, tokens = self.get_loss(batch)
+        self.log("tokens", float(tokens), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss, tokens
+
+    def validation_step(self, batch):
+        loss, _ = self.get_loss(batch)
+        self.log("val_samples", float(len(batch["ids"])), reduce_fx="sum")
+        self.log("val_loss", loss)
+
+    def predict_step(self, batch):
+        return self(batch["ids"], batch["documents"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def collate(rows):
+    ids, documents = (torch.stack(each) for each in zip(*rows, strict=True))
+    return {"ids": ids[:, :-1], "targets": ids[:, 1:], "documents": documents, "names": ["a"] * len(ids)}
+
+
+def make_loader(shuffle, time=TIME):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (SAMPLES, time + 1), generator=generator)
+    documents = torch.randint(0, 2, (SAMPLES, time), generator=generator).cumsum(1)
+    return DataLoader(TensorDataset(ids, documents), 2, shuffle=shuffle, collate_fn=collate)
+
+
+def make_strategy(shape):
+    names = ("replicate", "shard", "tensor", "context")
+    return "single" if shape is None else lumen.Mesh(**dict(zip(names, shape, strict=True)))
+
+
+def train(folder, shape, task=None, max_steps=7, **options):
+    """Return the logged values, the predictions and the path of the newest checkpoint of a run."""
+    task = task or Model()
+    trainer = quiet_trainer(
+        folder, max_steps=max_steps, global_batch_size=8, gradient_clip_val=0.05, resume="auto",
+        strategy=make_strategy(shape), **options,
+    )  # fmt: skip
+    trainer.fit(task, make_loader(shuffle=True), make_loader(shuffle=False))
+    values = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    predictions = trainer.predict(task, make_loader(shuffle=False))
+    return values, torch.cat(predictions), sorted((folder / "runs/run/checkpoints").glob("step-*"))[-1]
+
+
+def assert_close(path, expected):
+    ours, theirs = (read_tensors(each, "model", "optimizer") for each in (path, expected))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-11)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Return the results of one process: of a run, and of a longer run."""
+    return train(tmp_path_factory.mktemp("single"), None), train(tmp_path_factory.mktemp("long"), None, max_steps=11)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_context_parts_equal_one_process(group, tmp_path, single, shape):
+    """With packed documents, dropout, clipping, accumulation, token weights and a ragged last window."""
+    values, predictions, checkpoint = single[0]
+    ranks = group(shape[0] * shape[1] * shape[2] * shape[3]).run(train, tmp_path, shape, limit_s=180)
+    for theirs, their_predictions, _ in ranks:
+        assert theirs == pytest.approx(values, rel=1e-11)
+        torch.testing.assert_close(their_predictions, predictions, rtol=0, atol=1e-11)
+    assert_close(ranks[0][2], checkpoint)
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 1, 1, 4), (1, 2, 1, 2)), ((1, 1, 2, 2), None)], ids=str)
+def test_context_parts_resume_on_other_meshes(group, tmp_path, single, before, after):
+    path = group(4).run(train, tmp_path, before, limit_s=180)[0][2]
+    path = (
+        train(tmp_path, None, max_steps=11)[2]
+        if after is None
+        else group(4).run(train, tmp_path, after, None, 11)[0][2]
+    )
+    assert_close(path, single[1][2])
