@@ -7,25 +7,43 @@ from typing import Any
 import torch
 
 from lumen.data.windows import MicroBatch
-from lumen.distributed.context import get_context, use_context
+from lumen.distributed.context import Context, get_context, use_context
 from lumen.distributed.dtensor import get_local_tensor
 from lumen.errors import ConfigError
 from lumen.loop.micro_batch import undo_forward_effects
 from lumen.run.run import Run
-from lumen.strategies.sequence import gather_sequences
+from lumen.strategies.sequence import cut_sequences, gather_sequences, shorten_sequences
 from lumen.task.steps import read_output
+
+_LENGTH = 512  # positions of each process that are compared, if the loss of the batch has weight there
 
 
 def check_context(run: Run, micro: MicroBatch, batch: Any) -> None:
     """Compare gradients of a micro-batch whose sequences are cut with gradients of whole sequences. Collective.
 
-    It costs two forwards and two backwards, one of them on whole sequences, in the first step of a run. It draws the
-    random numbers of the micro-batch, and leaves no gradient.
+    It runs two forwards and two backwards of `training_step` before the first step of a run, with the beginnings of the
+    sequences: a process need not have memory for long ones. It leaves no gradient and no logged value.
+
+    Args:
+        run: The run that trains.
+        micro: The first micro-batch of this process.
+        batch: The part of its batch on the device; a dummy's batch counts nothing.
 
     Raises:
         ConfigError: The gradients differ.
     """
-    cut, whole = (_compute_gradients(run, micro, batch, is_whole=is_whole) for is_whole in (False, True))
+    dim = run.task.sequence_dim
+    assert dim is not None
+    with run.strategy.gradient_sync(last=True):
+        context = get_context()
+    assert context is not None
+    whole_batch = gather_sequences(batch, dim, context)
+    for length in (_LENGTH, None):
+        beginning = shorten_sequences(whole_batch, dim, None if length is None else length * context.size)
+        cut, weight = _compute_gradients(run, micro, cut_sequences(beginning, dim, context), context)
+        if weight:  # The loss may leave out the beginning, such as a prompt.
+            break
+    whole, _ = _compute_gradients(run, micro, beginning, None)
     differences = [
         value
         for one, other in zip(cut, whole, strict=True)
@@ -54,29 +72,26 @@ def _list_trained(run: Run) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, each) for name, each in run.task.named_parameters() if each.requires_grad]
 
 
-def _compute_gradients(run: Run, micro: MicroBatch, batch: Any, *, is_whole: bool) -> list[torch.Tensor]:
-    """Return the gradient of the mean over the micro-batches of all processes, by trained parameter. Collective."""
+def _compute_gradients(
+    run: Run, micro: MicroBatch, batch: Any, context: Context | None
+) -> tuple[list[torch.Tensor], float]:
+    """Return gradients of the mean over the micro-batches of all processes, and the sum of weights. Collective."""
     strategy = run.strategy
     run.step.seed_micro_batch(micro, micro.index)
     # Autocast to 16 bits would hide a difference in its rounding.
-    with undo_forward_effects(run), strategy.gradient_sync(last=True):
-        context, dim = get_context(), run.task.sequence_dim
-        assert context is not None
-        assert dim is not None
-        batch = gather_sequences(batch, dim, context) if is_whole else batch
-        with use_context(None if is_whole else context):
-            arguments = run.calls.get_arguments("training_step", batch, micro.index, micro.loader)
-            loss, weight = read_output(strategy.call("training_step", *arguments))
-            if loss is None:
-                loss, weight = strategy.make_zero_loss(), 0.0
-            assert loss is not None
-            weight = 0.0 if micro.is_dummy else 1.0 if weight is None else weight
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
+    with undo_forward_effects(run), strategy.gradient_sync(last=True), use_context(context):
+        arguments = run.calls.get_arguments("training_step", batch, micro.index, micro.loader)
+        loss, weight = read_output(strategy.call("training_step", *arguments))
+        if loss is None:
+            loss, weight = strategy.make_zero_loss(), 0.0
+        assert loss is not None
+        weight = 0.0 if micro.is_dummy else 1.0 if weight is None else weight
+        (loss * weight).backward()  # type: ignore[no-untyped-call]
     strategy.after_backward()
     (total,) = run.processes.all_reduce_sum([weight])
     gradients = []
     for _, parameter in _list_trained(run):
-        gradient = parameter if parameter.grad is None else parameter.grad
-        gradients.append(get_local_tensor(gradient.detach()) * (0.0 if parameter.grad is None else 1 / (total or 1.0)))
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients.append(get_local_tensor(gradient.detach()) / (total or 1.0))
         parameter.grad = None
-    return gradients
+    return gradients, total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,24 +29,28 @@ def cut_sequences(batch: Any, dim: int, context: Context) -> Any:
             "put other values into tensors with fewer dimensions."
         )
     length = lengths[0] // context.size
-
-    def cut(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim <= dim:
-            return tensor
-        return tensor.narrow(dim, context.rank * length, length).contiguous()
-
-    return map_leaves(batch, cut)
+    return _map_sequences(batch, dim, lambda each: each.narrow(dim, context.rank * length, length).contiguous())
 
 
 def gather_sequences(batch: Any, dim: int, context: Context) -> Any:
     """Return the batch of which `batch` is a part. Collective."""
+    return _map_sequences(batch, dim, lambda each: context.gather(each, dim))
 
-    def gather(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim <= dim:
-            return tensor
-        return context.gather(tensor, dim)
 
-    return map_leaves(batch, gather)
+def shorten_sequences(batch: Any, dim: int, length: int | None) -> Any:
+    """Return a batch with the first `length` positions of each sequence; None: all positions."""
+
+    def shorten(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(dim, 0, min(tensor.shape[dim], length or tensor.shape[dim]))
+
+    return _map_sequences(batch, dim, shorten)
+
+
+def _map_sequences(batch: Any, dim: int, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def convert(each: Any) -> Any:
+        return function(each) if isinstance(each, torch.Tensor) and each.ndim > dim else each
+
+    return map_leaves(batch, convert)
 
 
 def draw_whole_dropout(task: nn.Module, dim: int) -> None:

@@ -7,8 +7,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
+from lumen.errors import ConfigError
 from tests.helpers.checkpoints import read_tensors
-from tests.helpers.tasks import quiet_trainer
+from tests.helpers.tasks import bare_trainer, quiet_trainer
 
 VOCAB, WIDTH, TIME, SAMPLES = 24, 16, 8, 22  # the last step of an epoch has fewer samples than the other steps
 #: Sizes of meshes: replicate, shard, tensor, context.
@@ -144,3 +145,153 @@ def test_context_parts_resume_on_other_meshes(group, tmp_path, single, before, a
         else group(4).run(train, tmp_path, after, None, 11)[0][2]
     )
     assert_close(path, single[1][2])
+
+
+# ---------------------------------------------------------------------- faults that are refused
+
+
+class Counting(Model):
+    def get_positions(self, ids):
+        return torch.arange(ids.shape[1])
+
+
+class LocalBlock(Block):
+    def mix(self, x, documents):
+        q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Local(Model):
+    block = LocalBlock
+
+
+class FunctionBlock(Block):
+    def forward(self, x, documents):
+        return super().forward(F.dropout(x, 0.1, self.training), documents)
+
+
+class Functional(Model):
+    block = FunctionBlock
+
+
+class Rotary(Model):
+    """Model whose keys are rotated by positions that begin at 0 in each part, which hardly changes an early loss."""
+
+    class block(Block):
+        def mix(self, x, documents):
+            q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+            angles = 0.01 * torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+            q, k = (torch.cat([t * angles.cos(), t * angles.sin()], -1) for t in (q, k))
+            return lumen.attention(q, k, v, is_causal=True)
+
+
+class Unweighted(Model):
+    def training_step(self, batch):
+        return self.get_loss(batch)[0]
+
+
+class Shifting(Model):
+    def training_step(self, batch):
+        return super().training_step(
+            batch
+            | {"ids": batch["ids"][:, :-1], "targets": batch["ids"][:, 1:], "documents": batch["documents"][:, 1:]}
+        )
+
+
+class DroppingBlock(Block):
+    def mix(self, x, documents):
+        q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return lumen.attention(q, k, v, dropout_p=0.1, is_causal=True)
+
+
+class Dropping(Model):
+    block = DroppingBlock
+
+
+class Masking(Model):
+    class block(Block):
+        def mix(self, x, documents):
+            q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+            return lumen.attention(q, k, v, torch.ones(x.shape[1], x.shape[1]).tril().bool())
+
+
+class NoDimension(Model):
+    sequence_dim = None
+
+
+class Manual(Model):
+    automatic_optimization = False
+
+
+REFUSED = [
+    (Counting, "has other gradients"),
+    (Local, "has other gradients"),
+    (Functional, "has other gradients"),
+    (Rotary, "has other gradients"),
+    (Unweighted, "has other gradients"),
+    (Shifting, "has other gradients"),
+    (Dropping, r"dropout_p is 0\.1"),
+    (Masking, "needs a mask of this process's 4 queries and all 8 keys"),
+    (NoDimension, "has no sequence_dim"),
+    (Manual, "needs automatic optimization"),
+]
+
+
+def collate_unevenly(rows):
+    return collate(rows) | {"mask": torch.ones(len(rows), TIME + 1)}
+
+
+def refuse(folder, task, loader, message, context=2, **sizes):
+    trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(context=context, **sizes))
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(task.float(), loader)
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_tasks_that_context_would_change_are_refused(group, tmp_path, kind, message):
+    group(2).run(refuse, tmp_path, kind(), make_loader(shuffle=True), message)
+
+
+def test_sequences_of_wrong_length_are_refused(group, tmp_path):
+    group(2).run(refuse, tmp_path, Model(), make_loader(shuffle=True, time=9), "found the lengths 9")
+    uneven = DataLoader(make_loader(shuffle=True).dataset, 2, collate_fn=collate_unevenly)
+    group(2).run(refuse, tmp_path, Model(), uneven, "found the lengths 8, 9")
+
+
+class Long(Local):
+    """Model with a fault, whose batches have a loss only behind the positions that the first step compares first."""
+
+    def get_positions(self, ids):
+        return lumen.position_ids(ids.shape[1]) % TIME
+
+
+def collate_prompts(rows):
+    batch = collate(rows)
+    batch["targets"][:, :1100] = 0
+    return batch
+
+
+def test_faults_are_found_behind_long_prompts(group, tmp_path):
+    loader = DataLoader(make_loader(shuffle=True, time=2048).dataset, 2, collate_fn=collate_prompts)
+    group(2).run(refuse, tmp_path, Long(), loader, "has other gradients")
+
+
+def train_alike(folder):
+    found = []
+    for index, shape in enumerate([(1, 2, 1, 1), (1, 1, 1, 2)]):
+        for precision in ("fp32", "bf16", "fp16"):
+            task = Model().float()
+            trainer = bare_trainer(
+                folder / f"{index}{precision}", max_steps=3, strategy=make_strategy(shape), precision=precision,
+                global_batch_size=8,
+            )  # fmt: skip
+            trainer.fit(task, make_loader(shuffle=True))
+            found.append(next(iter(task.parameters())).full_tensor().detach())
+    return found
+
+
+def test_context_trains_in_each_precision(group, tmp_path):
+    found = group(2).run(train_alike, tmp_path, limit_s=120)[0]
+    for one, other in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
