@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lumen.data.windows import MicroBatch
-from lumen.distributed.context import Context, get_context, use_context
+from lumen.distributed.context import Context, use_context
 from lumen.distributed.dtensor import get_local_tensor
 from lumen.errors import ConfigError
 from lumen.loop.micro_batch import undo_forward_effects
@@ -32,10 +32,8 @@ def check_context(run: Run, micro: MicroBatch, batch: Any) -> None:
     Raises:
         ConfigError: The gradients differ.
     """
-    dim = run.task.sequence_dim
+    dim, context = run.task.sequence_dim, run.strategy.context
     assert dim is not None
-    with run.strategy.gradient_sync(last=True):
-        context = get_context()
     assert context is not None
     whole_batch = gather_sequences(batch, dim, context)
     for length in (_LENGTH, None):

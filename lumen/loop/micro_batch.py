@@ -19,18 +19,21 @@ import torch
 
 from lumen.data.nested import fill_tensor
 from lumen.data.windows import AccumulationWindow, MicroBatch
+from lumen.distributed.context import Context
 from lumen.errors import TrainingError
 from lumen.internals.tensors import get_direct_buffers
 from lumen.metrics.torchmetrics_states import copy_metric_states, restore_metrics
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
+from lumen.strategies.sequence import cut_sequences
 from lumen.task.steps import make_no_gradient_error, read_output
 
 
 def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
     """Begin the weighting of a step. Returns an iterable that reads the step's micro-batches from the loader."""
-    if run.strategy.context_size > 1:  # Each process of a context group computes its part of the same sequences.
-        window.wrap_fetch(partial(_cut_fetched, run))
+    if (context := run.strategy.context) is not None:  # Each process computes its part of the same sequences.
+        assert run.task.sequence_dim is not None  # as the strategy has checked
+        window.wrap_fetch(partial(_cut_fetched, run.task.sequence_dim, context))
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples  # The window knows the number of samples of all processes.
     if run.step.weighting.is_set_by_task:
@@ -47,10 +50,10 @@ def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch
     return micro_batches
 
 
-def _cut_fetched(run: Run, fetch: Callable[[], Any]) -> Callable[[], Any]:
+def _cut_fetched(dim: int, context: Context, fetch: Callable[[], Any]) -> Callable[[], Any]:
     def fetch_part() -> Any:
         batch, loader = fetch()
-        return run.strategy.cut_batch(batch), loader
+        return cut_sequences(batch, dim, context), loader
 
     return fetch_part
 

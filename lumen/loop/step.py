@@ -84,7 +84,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
             run.optim.zero_grad(run.progress.epoch, window.first_index)
             # DDP and FSDP must know before the forward which parameters were frozen or unfrozen since the last step.
             run.strategy.begin_step()
-            if run.strategy.context_size > 1 and not run.step.weighted_windows:
+            if run.strategy.context is not None and not run.step.weighted_windows:
                 check_context(run, micro, batch)
                 run.step.seed_micro_batch(micro, micro.index)
         # Forward and backward add to `parameter.grad`. The processes average gradients in the step's last backward.

@@ -14,7 +14,7 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
 from lumen.strategies.fsdp import FSDP
 from lumen.strategies.fsdp_task import ShardedTask
-from lumen.strategies.sequence import cut_sequences, draw_whole_dropout
+from lumen.strategies.sequence import draw_whole_dropout
 from lumen.strategies.tensor_parallel import TensorParallel
 
 #: Options of FSDP that the sizes of a mesh replace: the default, and the sizes.
@@ -25,10 +25,11 @@ _REPLACED = {"sharding_strategy": ("full_shard", "replicate and shard"), "shard_
 class Mesh(FSDP):
     """Strategy that cuts matrices over `tensor` processes, and shards the parts over `shard` processes.
 
-    The number of processes is `replicate * shard * tensor`. The processes of a `tensor` group have successive ranks, so
-    that a group is in one node if its size divides the processes of a node. They read the same batches, and compute
-    each layer of the task's `parallel_plan` together. Over `replicate` and `shard`, the strategy is `FSDP`:
-    `Mesh(shard=n)` and `FSDP()` on n processes are bitwise identical.
+    The number of processes is `replicate * shard * context * tensor`. The processes of a `tensor` group have successive
+    ranks, so that a group is in one node if its size divides the processes of a node. They read the same batches, and
+    compute each layer of the task's `parallel_plan` together. The processes of a `context` group read the same training
+    batches, and each computes a part of every sequence; an evaluation divides samples among them instead. Over
+    `replicate` and `shard`, the strategy is `FSDP`: `Mesh(shard=n)` and `FSDP()` on n processes are bitwise identical.
 
     `parallel_plan` is a dictionary of the task: names of modules, where `*` is one part of a name, and words. A module
     without an entry is computed by every process of a group.
@@ -47,10 +48,18 @@ class Mesh(FSDP):
     their number: `unflatten(-1, (-1, head_size))`, not `unflatten(-1, (heads, -1))`. The first training step compares
     each module around such layers with the same module on one process, and refuses a difference.
 
+    `context` cuts each tensor of a training batch that has the dimension `sequence_dim` of the task. `lumen.attention`
+    gathers keys and values, `lumen.position_ids` counts from the beginning of the whole sequence, and `nn.Dropout`
+    draws the numbers of one process. A loss that is a mean over tokens has to return their number as its weight. The
+    first training step compares the gradients with those of whole sequences, and refuses a difference. Keys and values
+    of whole sequences are in memory for one layer at a time, unless autograd keeps them for the backward.
+
     Args:
         replicate: Number of groups that hold all parameters, >= 1.
         shard: Number of processes over which parameters are sharded, >= 1. Default: the remaining processes.
         tensor: Number of processes that compute a layer of the plan together, >= 1.
+        context: Number of processes that share the sequences of a training batch, >= 1. Parameters are sharded over
+            them too.
         **options: Arguments of `FSDP`, without `sharding_strategy` and `shard_size`.
 
     Raises:
@@ -68,9 +77,7 @@ class Mesh(FSDP):
             if options.get(name, default) != default:
                 raise ConfigError(f"Mesh: {name} is an option of FSDP. Set {sizes}.")
         super().__init__(**options)
-        self._sizes = replicate, shard, tensor
-        self.context_size = context
-        self._context: Context | None = None
+        self._sizes = replicate, shard, tensor, context
 
     @property
     def data_rank(self) -> int:
@@ -83,7 +90,7 @@ class Mesh(FSDP):
         return self.processes.world_size // self._sizes[2]
 
     def _choose_mesh(self) -> dict[str, int]:
-        (replicate, shard, tensor), context = self._sizes, self.context_size
+        replicate, shard, tensor, context = self._sizes
         world = self.processes.world_size
         shard = shard or max(world // (replicate * tensor * context), 1)
         if (product := replicate * shard * tensor * context) != world:
@@ -103,11 +110,10 @@ class Mesh(FSDP):
             ConfigError: The product of the sizes is not the number of processes.
         """
         super().connect()
-        if self.context_size > 1:
-            tensor = self._sizes[2]
-            parts = self.data_world_size // self.context_size
-            mesh = self._open_mesh({"data": parts, "context": self.context_size, "tensor": tensor})["context"]
-            self._context = Context(mesh)
+        _, _, tensor, context = self._sizes
+        if context > 1:
+            sizes = {"data": self.data_world_size // context, "context": context, "tensor": tensor}
+            self.context = Context(self._open_mesh(sizes)["context"])
 
     @property
     def _shard_mesh(self) -> DeviceMesh:
@@ -117,7 +123,7 @@ class Mesh(FSDP):
 
     def _shard_task(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
         assert self.device_mesh is not None
-        if self._context is not None:
+        if self.context is not None:
             self._check_sequences(task)
         if self._sizes[2] == 1:
             return super()._shard_task(task, mesh)
@@ -136,15 +142,10 @@ class Mesh(FSDP):
             )
         if not getattr(task, "automatic_optimization", True):
             raise ConfigError(f"Mesh: context = {self.context_size} needs automatic optimization in {name}.")
-        self._sequence_dim = int(dim)
         draw_whole_dropout(task, dim)
-
-    def cut_batch(self, batch: Any) -> Any:
-        """Return this process's part of the sequences of a training batch, along `sequence_dim` of the task."""
-        return batch if self._context is None else cut_sequences(batch, self._sequence_dim, self._context)
 
     @contextmanager
     def gradient_sync(self, *, last: bool) -> Iterator[None]:
         """Communicate gradients as `FSDP` does, and let `lumen.attention` gather keys and values."""
-        with use_context(self._context), super().gradient_sync(last=last):
+        with use_context(self.context), super().gradient_sync(last=last):
             yield

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.data.nested import fill_tensors, move_batch
+from lumen.distributed.context import Context
 from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import ConfigError
 from lumen.errors.arguments import LightningAttributeErrors
@@ -52,8 +53,9 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     device: torch.device = torch.device("cpu")
     #: The device mesh of the run; None without a process group.
     device_mesh: DeviceMesh | None = None
-    #: Number of successive data ranks that read the same training batches, each for a part of every sequence.
-    context_size: int = 1
+    #: The processes that read the same training batches, each for a part of every sequence; None without such parts.
+    #: They have successive data ranks.
+    context: Context | None = None
     #: True if the strategy can run on several processes: then the trainer sets `processes` and `device`.
     spans_processes: bool = False
     #: True if `setup` shards parameters, and can do so while the parameters are on the meta device.
@@ -82,6 +84,11 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     def data_world_size(self) -> int:
         """Number of parts into which every step's data is divided; the number of processes is a multiple of it."""
         return self.processes.world_size
+
+    @property
+    def context_size(self) -> int:
+        """Number of processes in `context`."""
+        return 1 if self.context is None else self.context.size
 
     @property
     def root_device(self) -> torch.device:
@@ -125,10 +132,6 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     @abstractmethod
     def call(self, step: str, *args: Any) -> Any:
         """Run a step of the task (`"training_step"`, ...) through the wrapper of this strategy."""
-
-    def cut_batch(self, batch: Any) -> Any:
-        """Return this process's part of the sequences of a training batch; the base class returns the batch."""
-        return batch
 
     def begin_step(self) -> None:
         """Prepare for the first forward of an optimizer step. Collective: every rank must call this."""
