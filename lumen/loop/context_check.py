@@ -80,6 +80,8 @@ def _compute_gradients(
     with undo_forward_effects(run), strategy.gradient_sync(last=True), use_context(context):
         arguments = run.calls.get_arguments("training_step", batch, micro.index, micro.loader)
         loss, weight = read_output(strategy.call("training_step", *arguments))
+        if run.step.weighting.is_set_by_task:
+            weight = float(run.task.batch_weight(batch))
         if loss is None:
             loss, weight = strategy.make_zero_loss(), 0.0
         assert loss is not None

@@ -1,5 +1,7 @@
 """Mesh with context: processes that compute parts of sequences train as one process, and other tasks are refused."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -295,3 +297,80 @@ def test_context_trains_in_each_precision(group, tmp_path):
     found = group(2).run(train_alike, tmp_path, limit_s=120)[0]
     for one, other in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
+
+
+# ---------------------------------------------------------------------- features
+
+
+def attend(module, query, key, value, attention_mask, scaling=None, **options):
+    assert attention_mask is None
+    mixed = lumen.attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+class Llama(Model):
+    """Model from transformers, with the weight of a batch from the task."""
+
+    def __init__(self):
+        from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+        lumen.TaskModule.__init__(self)
+        torch.manual_seed(0)
+        AttentionInterface.register("lumen", attend)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, attn_implementation="lumen",
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config).double()
+
+    def forward(self, ids, documents):
+        return self.model(input_ids=ids, position_ids=lumen.position_ids(ids.shape[1])[None]).logits
+
+    def training_step(self, batch):
+        return self.get_loss(batch)[0]
+
+    def batch_weight(self, batch):
+        return int((batch["targets"] != 0).sum())
+
+
+class Plain(Model):
+    """Model whose loss is a plain mean over tokens of equal number in each part."""
+
+    def training_step(self, batch):
+        logits = self(batch["ids"], batch["documents"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+FEATURES = {
+    "llama": (Llama, {}, {}),
+    "plain": (Plain, {}, {}),
+    "checkpointing": (Model, {"activation_checkpointing": "Block"}, {}),
+    "compiled": (Model, {}, {"compile": {"backend": "aot_eager", "blocks": ["Block"]}}),
+    "uneven": (Model, {}, {"global_batch_size": 6, "gradient_clip_val": 0.1}),
+}
+
+
+def train_twice(folder, name):
+    kind, sizes, options = FEATURES[name]
+    found = []
+    for index, parts in enumerate(({"shard": 2}, {"context": 2})):
+        trainer = bare_trainer(
+            folder / str(index),
+            strategy=lumen.Mesh(**parts, **sizes),
+            max_steps=4,
+            **{"global_batch_size": 8, **options},
+        )
+        task = kind()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # torch.compile reads it
+            trainer.fit(task, make_loader(shuffle=True))
+        found.append(
+            [each.full_tensor().detach() for each in task.parameters()] + [torch.tensor(trainer.run.progress.units)]
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_context_works_with_each_feature(group, tmp_path, name):
+    for one, other in zip(*group(2).run(train_twice, tmp_path, name, limit_s=120)[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
