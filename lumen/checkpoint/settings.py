@@ -13,6 +13,7 @@ from lumen.internals.optimizers import drop_derived_state
 from lumen.run.plan import Plan, format_by_epoch
 from lumen.run.run import Run
 from lumen.run.scheduler_config import get_schedule_lengths
+from lumen.strategies import count_training_parts
 
 Setting: TypeAlias = bool | int | float | str | None
 #: Options of parameter groups that do not change the update.
@@ -93,7 +94,7 @@ def _get_batching_settings(run: Run) -> dict[str, Setting]:
     for name, size in adapter.get_batching().items():
         batching[name] = size
         if name in STEP_SIZE_KEYS and size is not None and len(sizes) > 1:
-            unit = size // adapter.per_step * run.strategy.data_world_size // run.strategy.context_size
+            unit = size // adapter.per_step * count_training_parts(run.strategy)
             batching[name] = format_by_epoch({epoch: number * unit for epoch, number in sizes.items()})
     return batching
 

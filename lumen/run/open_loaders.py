@@ -17,7 +17,7 @@ from lumen.errors import ConfigError, DataError
 from lumen.errors.arguments import describe_type
 from lumen.random import EVALUATIONS, Domain, make_key
 from lumen.run.run import Run
-from lumen.strategies import gather_from_data_ranks
+from lumen.strategies import count_training_parts, gather_from_data_ranks
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_loaders, is_overridden
 
@@ -59,7 +59,7 @@ def _open_loaders(run: Run) -> None:
         raise DataError("there is no training data. Pass a DataModule or a loader to fit, or define train_dataloader.")
     is_manual = not run.task.automatic_optimization
     communicates = is_manual or run.strategy.has_collectives_in("forward")
-    rank_slice = _make_rank_slice(run, run.strategy.context_size, needs_dummies=communicates)
+    rank_slice = _make_rank_slice(run, count_training_parts(run.strategy), needs_dummies=communicates)
     rank_slice = rank_slice._replace(splits=is_manual)
     per_step = plan.get_accumulation(run.progress.epoch) * rank_slice.world_size
     run.loaders.train = train = adapt_loader(
@@ -154,7 +154,9 @@ def open_evaluation_loaders(
             f"training and validation read one {type(training_loader).__name__}, which is an iterator: each would take "
             "batches from the other. Pass two loaders."
         )
-    rank_slice = _make_rank_slice(run, 1, needs_dummies=run.strategy.has_collectives_in("evaluation"))
+    rank_slice = _make_rank_slice(
+        run, run.strategy.data_world_size, needs_dummies=run.strategy.has_collectives_in("evaluation")
+    )
     adapters = []
     for number, loader in enumerate(loaders):
         seed = make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number)
@@ -167,15 +169,16 @@ def open_evaluation_loaders(
     return adapters
 
 
-def _make_rank_slice(run: Run, data_ranks: int, *, needs_dummies: bool) -> RankSlice:
-    """Return the slice of this process, if `data_ranks` successive data ranks read the same batches."""
+def _make_rank_slice(run: Run, parts: int, *, needs_dummies: bool) -> RankSlice:
+    """Return the part of this process of `parts`; successive data ranks have the same part if there are fewer parts."""
     strategy = run.strategy
+    shared_by = strategy.data_world_size // parts
 
     def gather(value: Any) -> list[Any]:
-        return gather_from_data_ranks(strategy, value)[::data_ranks]
+        return gather_from_data_ranks(strategy, value)[::shared_by]
 
     return RankSlice(
-        strategy.data_rank // data_ranks, strategy.data_world_size // data_ranks, needs_dummies, gather,
+        strategy.data_rank // shared_by, parts, needs_dummies, gather,
         processes=run.processes.world_size, gather_all=run.processes.all_gather,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from lumen.run.records import RunRecords
 from lumen.run.run_end import RunEnd
 from lumen.run.step_context import StepContext, TaskCalls
 from lumen.run.values import LoggedValues
-from lumen.strategies import Strategy
+from lumen.strategies import Strategy, count_training_parts
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import Hooks
@@ -95,9 +95,7 @@ class Run:
         self.progress = Progress()
         self.log = LogContext(task, hooks, strategy)
         self.ending = RunEnd(plan, self.progress, strategy.processes, self.log)
-        self.loaders = Loaders(
-            datamodule, loaders, plan, self.progress, strategy.data_world_size // strategy.context_size
-        )
+        self.loaders = Loaders(datamodule, loaders, plan, self.progress, count_training_parts(strategy))
         self.calls = TaskCalls(task, datamodule, strategy, precision, compilation)
         self.step = StepContext(strategy, precision, self.progress, self.log, seed, replays_graphs=replays_graphs)
         self.optim = Optimization(task)

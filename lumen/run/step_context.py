@@ -19,7 +19,7 @@ from lumen.run.loaders import Loaders
 from lumen.run.log_context import LogContext
 from lumen.run.loss_weighting import LossWeighting, StartSum
 from lumen.run.plan import Progress
-from lumen.strategies import Strategy
+from lumen.strategies import Strategy, count_training_parts
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import fit_to_signature, is_overridden
@@ -118,7 +118,7 @@ class StepContext:
         self.weighting = LossWeighting(
             is_set_by_task=is_overridden(task, "batch_weight"),
             data_world_size=data_ranks, processes_per_data_rank=processes // data_ranks,
-            context_size=self._strategy.context_size,
+            context_size=data_ranks // count_training_parts(self._strategy),
             uses_scaler=self._precision.handles_overflow, start_sum=start_sum if processes > 1 else None, gather=gather,
             keeps_losses=keeps_losses,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from lumen.strategies.single import SingleDevice as SingleDevice
 from lumen.strategies.strategy import (
     Strategy as Strategy,
     check_data_ranks as check_data_ranks,
+    count_training_parts as count_training_parts,
     gather_from_data_ranks as gather_from_data_ranks,
     select_by_data_rank as select_by_data_rank,
     sync_buffers as sync_buffers,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lumen.distributed.context import Context, use_context
 from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
@@ -164,11 +165,16 @@ class FSDP(Strategy):
         """
         self.processes.connect(self.device, **self._timeouts)
         self.device_mesh = self._open_mesh(self._choose_mesh())
+        self.context = self._open_context()
         if not isinstance(self._reshard, bool) and self._shard_mesh.size(-1) % self._reshard:
             raise ConfigError(
                 f"FSDP: reshard_after_forward = {self._reshard} does not divide the {self._shard_mesh.size(-1)} "
                 "processes that share the parameters. Set true, false or a divisor."
             )
+
+    def _open_context(self) -> Context | None:
+        """Return the processes that share sequences. Collective."""
+        return None
 
     def _open_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
         """Return the device mesh with these sizes, by name of dimension. Collective."""
@@ -294,7 +300,8 @@ class FSDP(Strategy):
         keep = not last and self._reshard is False
         self._sharded.begin_micro_batch(sync=last or self._reduce_every_backward, keep=keep)
         try:
-            yield
+            with use_context(self.context):
+                yield
         finally:
             self._sharded.outputs.clear()
 

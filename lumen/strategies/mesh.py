@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lumen.distributed.context import Context, use_context
+from lumen.distributed.context import Context
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
 from lumen.strategies.fsdp import FSDP
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.sequence import draw_whole_dropout
 from lumen.strategies.tensor_parallel import TensorParallel
+from lumen.task.task_module import TaskModule
 
 #: Options of FSDP that the sizes of a mesh replace: the default, and the sizes.
 _REPLACED = {"sharding_strategy": ("full_shard", "replicate and shard"), "shard_size": (None, "shard")}
@@ -101,19 +100,12 @@ class Mesh(FSDP):
         names = {"replicate": replicate, "shard": shard * context, "tensor": tensor}
         return {name: size for name, size in names.items() if name == "shard" or size > 1}
 
-    def connect(self) -> None:
-        """Open the process groups and make the device mesh: `replicate` x `shard` x `tensor`, without sizes of 1.
-
-        Parameters are sharded over the processes of `shard` and `context`.
-
-        Raises:
-            ConfigError: The product of the sizes is not the number of processes.
-        """
-        super().connect()
+    def _open_context(self) -> Context | None:
         _, _, tensor, context = self._sizes
-        if context > 1:
-            sizes = {"data": self.data_world_size // context, "context": context, "tensor": tensor}
-            self.context = Context(self._open_mesh(sizes)["context"])
+        if context == 1:
+            return None
+        sizes = {"data": self.data_world_size // context, "context": context, "tensor": tensor}
+        return Context(self._open_mesh(sizes)["context"])
 
     @property
     def _shard_mesh(self) -> DeviceMesh:
@@ -124,7 +116,7 @@ class Mesh(FSDP):
     def _shard_task(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
         assert self.device_mesh is not None
         if self.context is not None:
-            self._check_sequences(task)
+            self._check_sequences(task, self.context)
         if self._sizes[2] == 1:
             return super()._shard_task(task, mesh)
         tensor_parallel = TensorParallel(task, self.device_mesh["tensor"], self.device)
@@ -132,20 +124,14 @@ class Mesh(FSDP):
         tensor_parallel.check_first_forward()
         return sharded
 
-    def _check_sequences(self, task: nn.Module) -> None:
+    def _check_sequences(self, task: nn.Module, context: Context) -> None:
         name = type(task).__name__
-        dim = getattr(task, "sequence_dim", None)
+        dim = task.sequence_dim if isinstance(task, TaskModule) else None
         if dim is None:
             raise ConfigError(
-                f"Mesh: context = {self.context_size} cuts sequences, but {name} has no sequence_dim. Set the "
-                "dimension of the sequence in tensors of a batch, such as sequence_dim = 1 for (batch, time)."
+                f"Mesh: context = {context.size} cuts sequences, but {name} has no sequence_dim. Set the dimension of "
+                "the sequence in tensors of a batch, such as sequence_dim = 1 for (batch, time)."
             )
         if not getattr(task, "automatic_optimization", True):
-            raise ConfigError(f"Mesh: context = {self.context_size} needs automatic optimization in {name}.")
+            raise ConfigError(f"Mesh: context = {context.size} needs automatic optimization in {name}.")
         draw_whole_dropout(task, dim)
-
-    @contextmanager
-    def gradient_sync(self, *, last: bool) -> Iterator[None]:
-        """Communicate gradients as `FSDP` does, and let `lumen.attention` gather keys and values."""
-        with use_context(self.context), super().gradient_sync(last=last):
-            yield

@@ -86,11 +86,6 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
         return self.processes.world_size
 
     @property
-    def context_size(self) -> int:
-        """Number of processes in `context`."""
-        return 1 if self.context is None else self.context.size
-
-    @property
     def root_device(self) -> torch.device:
         """Same as `device`, under Lightning's name."""
         return self.device
@@ -233,6 +228,11 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
         if dst not in (None, self.processes.rank):
             return tensor
         return total / world if reduce_op == "mean" else total
+
+
+def count_training_parts(strategy: Strategy) -> int:
+    """Return the number of parts into which training batches are divided: processes of a context share them."""
+    return strategy.data_world_size // (1 if strategy.context is None else strategy.context.size)
 
 
 def gather_from_data_ranks(strategy: Strategy, value: T) -> list[T]:

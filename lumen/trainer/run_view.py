@@ -28,7 +28,7 @@ from lumen.run.open_loaders import open_loaders
 from lumen.run.plan import Plan, Progress
 from lumen.run.run import Run
 from lumen.run.step_context import count_micro_batches_started
-from lumen.strategies import Strategy
+from lumen.strategies import Strategy, count_training_parts
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 
@@ -484,7 +484,7 @@ class RunView:
                 "accumulate_grad_batches depends on global_batch_size and the training loader, which is not open yet. "
                 "Read accumulate_grad_batches during fit."
             )
-        return math.ceil(loader.per_step * self.strategy.context_size / self.strategy.data_world_size)
+        return math.ceil(loader.per_step / count_training_parts(self.strategy))
 
     @property
     def gradient_clip_val(self) -> float | None:
@@ -701,8 +701,7 @@ class RunView:
             raise ConfigError("is_last_batch: the training loader has no length, so the last batch is unknown.")
         if not run.log.in_train_step:
             return run.progress.batches >= batches
-        ranks = run.strategy.data_world_size // run.strategy.context_size
-        other_ranks = ranks - 1 if run.task.automatic_optimization else 0
+        other_ranks = count_training_parts(run.strategy) - 1 if run.task.automatic_optimization else 0
         return run.progress.batches + count_micro_batches_started(run.step) + other_ranks >= batches
 
     @property
