@@ -604,7 +604,9 @@ POSITIONAL_BOOLEANS = {
         "Trainer.test", "Trainer.validate", "WandbLogger.__init__", "WandbLogger.watch", "isolate_rng",
         "Tuner.lr_find", "seed_everything",
     },
-    "torch's signature": {"attention", "ManualOptimizer.zero_grad", "SavedModes.keep_choices.recorded_train", "Teacher.train"},
+    "torch's signature": {
+        "ManualOptimizer.zero_grad", "SavedModes.keep_choices.recorded_train", "Teacher.train", "attention",
+    },
     "pickle gives arguments by position": {"_unpickle_request"},
     "Python gives a property its value by position": {"RunView.should_stop"},
 }  # fmt: skip
