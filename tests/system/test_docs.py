@@ -55,6 +55,15 @@ def test_multi_gpu_script_runs_on_two_processes(tmp_path):
     assert len([*tmp_path.glob("runs/*/logs/*rank*")]) == 2, [*tmp_path.rglob("*")]
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_scripts_of_the_mesh_page_run(tmp_path, number):
+    (tmp_path / "train.py").write_text(find_blocks("python", (ROOT / "docs/guides/mesh.md").read_text())[number])
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "finished: max_epochs=" in done.stderr
+
+
 def _run_in_checkout(words, tmp_path):
     """Run a command line with the programs of this environment, on small models and short texts."""
     words[:1] = [str(Path(sys.executable).with_name(words[0]))]
