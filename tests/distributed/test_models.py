@@ -1,5 +1,8 @@
 """Examples on several processes: two processes train exactly like one, in float64."""
 
+import contextlib
+import shlex
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,9 +10,12 @@ from safetensors.torch import load_file
 from datamodules.noise import DigitsAndNoise
 from datamodules.packed import PackedSurnames
 from datamodules.views import TwoViews
+from lumen.cli import main
 from models.byol import BYOL
 from models.gan import Gan
 from models.lora_gpt2 import LoraAnswers
+from tests.helpers.checkpoints import read_tensors
+from tests.helpers.documented_commands import find_commands, make_home
 from tests.helpers.following_training import Answers, Asking
 from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
 
@@ -64,6 +70,29 @@ def test_two_processes_write_the_adapter_of_one(group, tmp_path):
     assert all(each.abs().max() > 0 for each in alone.values())
     for found in group(2).run(train_adapter, tmp_path / "two", "fsdp"):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+
+
+def run_in(home, *words):
+    with contextlib.chdir(home):
+        return main(words)
+
+
+@pytest.mark.usefixtures("program_directory")
+def test_gpt_on_a_mesh_equals_one_process(group, tmp_path):
+    """The commands of the config run, and the losses and parameters are those of one process."""
+    fit, predict = (shlex.split(line)[1:] for line in find_commands("models/gpt_mesh.yaml"))
+    small = ["--trainer.precision=64-true", "--data.truncate=0.005", "--model.n_layer=1"]
+    fit += ["--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=2", *small]
+    homes = [tmp_path / name for name in ("mesh", "one")]
+    for home in homes:
+        home.mkdir()
+        make_home(home)
+    assert group(4).run(run_in, homes[0], *fit) == [0] * 4
+    assert run_in(homes[1], *fit, "--trainer.devices=1", "--trainer.strategy=single") == 0
+    mesh, one = (home / "runs/gpt_mesh" for home in homes)
+    found, expected = (read_tensors(next((run / "checkpoints").glob("step-*")), "model") for run in (mesh, one))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    assert run_in(homes[0], *predict, "--model.max_new_tokens=2", *small) == 0
 
 
 class Own(Answers):

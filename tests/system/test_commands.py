@@ -36,6 +36,7 @@ NOT_RUN = {
     r"source env/bin/activate": "an environment on a cluster",
     r".*(s3://|store.yaml).*": "a bucket: test_remote.py",
     r".*--data.root download": "a download: test_download.py",
+    r".* --config models/gpt_mesh.yaml.*": "four processes: test_models.py",
     r"wandb sync.*": "an account of W&B",
     r"aim up .*": "a repository of Aim: test_aim.py",
     r"mlflow ui .*": "the server of MLflow",
