@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.experimental import register_sharding
+from torch.nn import functional as F
 
 from lumen.distributed.dtensor import mark_packed
 from lumen.errors import ConfigError
@@ -21,6 +23,7 @@ from lumen.internals.tensors import get_direct_parameters, get_gradient_hooks, s
 from lumen.strategies.region_check import RegionCheck
 from lumen.task.materialize import redirect_references
 from lumen.task.task_module import TaskModule
+from lumen.task.teacher import name_students
 
 _Cut = tuple[Placement, int]  # placement of a parameter, and number of matrices in it that are cut
 
@@ -60,6 +63,12 @@ _REFUSED = {
     "sequence": "Lumen does not cut activations between layers. Leave the module out: every process computes it.",
     "sequence_parallel": "Lumen does not cut activations between layers. Leave the module out.",
 }
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
+def _place_flags(flags: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    """Gather the flags by which `detect_anomaly` finds NaN in a gradient; torch has no rule for them."""
+    return [([Replicate()], [Replicate()])]
 
 
 @final
@@ -143,7 +152,11 @@ class TensorParallel:
             cuts[id(get_direct_parameters(layer)[key])] = name, cut
         convert_input = partial(self._convert_input, Shard(-1) if "input" in style.cut_ends else Replicate())
         convert_output = self._give_share if "output" in style.cut_ends else self._give_whole
-        distribute_module(layer, mesh, None, convert_input, convert_output)
+        if isinstance(layer, nn.Embedding):
+            layer.forward = partial(self._look_up, layer)  # type: ignore[method-assign]
+            distribute_module(layer, mesh, None, None, convert_output)
+        else:
+            distribute_module(layer, mesh, None, convert_input, convert_output)
 
     def _make_part(self, parameter: nn.Parameter, placement: Placement, parts: int) -> nn.Parameter:
         """Return a new parameter with this process's part of the values of `parameter`."""
@@ -177,6 +190,24 @@ class TensorParallel:
         if self._is_bypassed:
             return args
         return (DTensor.from_local(args[0], mesh, [placement], run_check=False), *args[1:])
+
+    def _look_up(self, layer: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of an embedding, as a DTensor that is the sum of each process's rows.
+
+        DTensor's own embedding fails under torch.compile, and gives zeros for ids outside of the embedding.
+        """
+        if self._is_bypassed:
+            return nn.Embedding.forward(layer, ids)
+        weight: Any = layer.weight
+        rows, rank = weight.to_local(), self._mesh.get_local_rank()
+        count, first = len(rows), rank * len(rows)
+        below, above = ids < first, ids >= first + count
+        # An id outside of the whole embedding stays, so that torch raises an error.
+        other = above if rank == 0 else below if rank == self._mesh.size() - 1 else below | above
+        padding = layer.padding_idx
+        padding = None if padding is None or not first <= padding < first + count else padding - first
+        values = F.embedding((ids - first).masked_fill(other, 0), rows, padding).masked_fill(other.unsqueeze(-1), 0)
+        return DTensor.from_local(values, self._mesh, [Partial()], run_check=False)
 
     def _give_share(self, layer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output if self._is_bypassed else output.to_local()
@@ -228,6 +259,8 @@ def find_plan(task: nn.Module) -> dict[str, str]:
 def match_plan(task: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Return the word of each module that a plan names; `*` is one part of a name.
 
+    A teacher has the words of its student.
+
     Raises:
         ConfigError: A name matches no module, or a word is unknown.
     """
@@ -246,6 +279,9 @@ def match_plan(task: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
                 f"parallel_plan: {pattern} is no module of {type(task).__name__}.{suggest_names(pattern, general)}"
             )
         words |= dict.fromkeys(matched, word)
+    for copied, student in name_students(task).items():
+        of_student = {name: word for name, word in words.items() if f"{name}.".startswith(f"{student}.")}
+        words |= {copied + name.removeprefix(student): word for name, word in of_student.items()}
     return words
 
 
@@ -260,6 +296,10 @@ def _choose_style(task: nn.Module, name: str, word: str) -> Style:
         raise ConfigError(
             f"parallel_plan: {name}: {word}:{parts} is not a word. The number of parts follows packed_colwise and is 2 "
             "or more, as in packed_colwise:2."
+        )
+    if getattr(module, "max_norm", None) is not None or getattr(module, "scale_grad_by_freq", False):
+        raise ConfigError(
+            f"parallel_plan: {name}: an embedding with max_norm or scale_grad_by_freq cannot be cut. Leave {name} out."
         )
     for style in STYLES[word]:
         if type(module) is style.kind:

@@ -251,6 +251,13 @@ def find_teachers(task: nn.Module) -> list[Teacher]:
     return [module for module in task.modules() if isinstance(module, Teacher)]
 
 
+def name_students(task: nn.Module) -> dict[str, str]:
+    """Return the name in a task of each teacher's copy, and the name of the copied module."""
+    names = {module: name for name, module in task.named_modules()}
+    pairs = ((names[each.module], names.get(*each._student)) for each in find_teachers(task))
+    return {copied: student for copied, student in pairs if student is not None}
+
+
 def _get_share(decay: float) -> float:
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"Teacher: a decay must be at least 0 and at most 1, found {decay:g}.")

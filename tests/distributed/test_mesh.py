@@ -1,9 +1,11 @@
 """Mesh: layers cut over processes train as on one process, and plans that would not are refused."""
 
+import warnings
 from collections import Counter
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.distributed.dtensor import gather_full_tensor
@@ -22,8 +24,10 @@ from tests.helpers.mesh import (
     Half,
     Hooked,
     Llama,
+    Manual,
     Model,
     Momentum,
+    Taught,
     Whole,
     make_loader,
     train_model,
@@ -102,12 +106,14 @@ def test_mesh_without_tensor_is_fsdp(group, tmp_path):
 
 
 FEATURES = {
+    "anomalies": (Momentum, {}, {"detect_anomaly": True}),
     "built": (Built, {}, {}),
     "checkpointing": (Momentum, {"activation_checkpointing": "Block"}, {}),
     "frozen": (Frozen, {}, {}),
     "hooked": (Hooked, {}, {}),
     "llama": (Llama, {}, {}),
     "offload": (Momentum, {"cpu_offload": True}, {}),
+    "taught": (Taught, {}, {}),
     "unused": (Momentum, {"find_unused_parameters": True}, {}),
     "whole": (Whole, {}, {}),
     "bf16": (Half, {}, {"precision": "bf16"}),
@@ -132,6 +138,26 @@ def test_cut_layers_work_with_each_feature(group, tmp_path, name):
     sharded, cut = group(2).run(train_twice, tmp_path, name, limit_s=120)[0]
     for one, other in zip(sharded, cut, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if name in ("bf16", "fp16") else 1e-11)
+
+
+ALONE = {"compile": (Momentum, {"compile": {"backend": "aot_eager"}}), "manual": (Manual, {"global_batch_size": None})}
+
+
+def train_cut(folder, name, strategy):
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's compiler inspects functions without need
+    make_task, options = ALONE[name]
+    lumen.seed_everything(0, verbose=False)
+    task = make_task()
+    trainer = bare_trainer(folder, strategy=strategy, **{"max_steps": 3, "global_batch_size": 8} | options)
+    trainer.fit(task, make_loader(shuffle=True))
+    return {name: gather_full_tensor(each.detach(), each) for name, each in task.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_compiled_and_manual_steps_equal_one_process(group, tmp_path, name):
+    alone = train_cut(tmp_path / "alone", name, "single")
+    for found in group(2).run(train_cut, tmp_path, name, lumen.Mesh(tensor=2), limit_s=120):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-11)
 
 
 def catch_adapter(folder):
@@ -164,6 +190,7 @@ REFUSED = {
     "size": ({QKV: "packed_colwise:16"}, {}, "48 features of 16 matrices .* cannot share equally"),
     "heads": ({NORM: None}, {"heads": 4}, "blocks.0.mix computes other values.*the number of heads"),
     "norm": ({NORM: None}, {}, "blocks.0.mix computes other values.*its gradient of norm.weight differ"),
+    "norm of rows": ({}, {"max_norm": 1.0}, "tokens: an embedding with max_norm"),
     "dropout": ({}, {"dropout": 0.1}, "values are equal without dropout"),
     "sequence": ({"blocks.*.norm": "sequence_parallel"}, {}, "does not cut activations between layers"),
 }
@@ -173,6 +200,17 @@ REFUSED = {
 def test_a_wrong_plan_is_refused(group, tmp_path, case):
     plan, options, match = REFUSED[case]
     group(2).run(catch_error, tmp_path, match, plan, options)
+
+
+def catch_ids(folder):
+    ids = torch.tensor([[-1, VOCAB]])  # one for the error of each process
+    trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2))
+    with pytest.raises(IndexError):
+        trainer.fit(Model(), DataLoader(TensorDataset(ids, ids)))
+
+
+def test_ids_outside_of_an_embedding_are_refused(group, tmp_path):
+    group(2).run(catch_ids, tmp_path)
 
 
 def catch_sizes(folder):

@@ -60,10 +60,10 @@ class Model(lumen.TaskModule):
 
     parallel_plan = PLAN
 
-    def __init__(self, plan=None, **options):
+    def __init__(self, plan=None, max_norm=None, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH, max_norm=max_norm), nn.Linear(WIDTH, VOCAB, bias=False)
         self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
         self.head.weight = self.tokens.weight
         self.parallel_plan = PLAN if plan is None else {name: word for name, word in plan.items() if word}
@@ -166,6 +166,38 @@ class Half(Momentum):
         for block in self.blocks:
             block.mix.norm = nn.Identity()
         self.float()
+
+
+class Manual(Momentum):
+    """Model with manual optimization, whose update has the clipped gradients of two batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False).double()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss, _ = super().training_step(batch)
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.clip_gradients(self.optimizers(), gradient_clip_val=0.05)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Taught(Momentum):
+    """Model whose blocks have a teacher, which the plan does not name."""
+
+    def __init__(self):
+        super().__init__()
+        self.teachers = nn.ModuleList(lumen.Teacher(block, 0.5) for block in self.blocks)
+
+    def training_step(self, batch):
+        loss, weight = super().training_step(batch)
+        x = self.tokens(batch[0])
+        for block, teacher in zip(self.blocks, self.teachers, strict=True):
+            loss = loss + F.mse_loss(block(x), teacher(x))
+        return loss, weight
 
 
 class Llama(lumen.TaskModule):
