@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from lumen.distributed.dtensor import is_sharded
 from lumen.errors import ConfigError
 from lumen.task.task_module import TaskModule
 
@@ -32,7 +33,8 @@ def find_units(
 
     Returns:
         The modules that the first given argument chooses; else the modules of the task's `modules_to_shard`; else the
-        repeated blocks: modules of one class in the same list, dictionary or `nn.Sequential`.
+        repeated blocks: modules of one class in the same list, dictionary or `nn.Sequential`, without single layers
+        that are cut over processes.
 
     Raises:
         ConfigError: No module has such a class, or a module cannot be a unit.
@@ -137,7 +139,8 @@ def _find_blocks(module: nn.Module) -> Iterable[nn.Module]:
     children = list(module.children())
     kinds = Counter(type(child) for child in children if next(child.parameters(), None) is not None)
     for child in children:
-        if isinstance(module, _CONTAINERS) and kinds[type(child)] > 1 and _can_be_unit(child):
+        is_cut = any(map(is_sharded, child.parameters(recurse=False)))  # A unit must hold a region of cut layers.
+        if isinstance(module, _CONTAINERS) and kinds[type(child)] > 1 and _can_be_unit(child) and not is_cut:
             yield child
         else:
             yield from _find_blocks(child)

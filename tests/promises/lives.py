@@ -100,11 +100,17 @@ def final_state(directory, name="run", folder=None):
     return tensors, state, checkpoint.info, progress, (directory / name / "metrics.csv").read_text()
 
 
-def surviving_samples(directory):
-    """Return per epoch how often each sample was trained on; a resumed process must repeat a step exactly."""
+def surviving_samples(directory, moved=False):
+    """Return per epoch how often each sample was trained on; a resumed process must repeat a step exactly.
+
+    Args:
+        directory: The directory of the run.
+        moved: True if the run had several layouts, in which the number of steps before a batch's end differs.
+    """
     history = {}
     for line in (directory / "samples.jsonl").read_text().splitlines():
         epoch, step, batch, indices = json.loads(line)
+        step = None if moved else step
         assert history.setdefault((epoch, batch), (step, indices)) == (step, indices)
     seen = {}
     for (epoch, _), (_, indices) in history.items():

@@ -71,8 +71,9 @@ class Noisy(lumen.TaskModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if not self.trainer.enable_checkpointing:  # a trial of a finder
             return
-        if self.trainer.strategy.data_world_size < self.trainer.world_size and self.global_rank:
-            return  # rank 0 trains the same samples
+        strategy = self.trainer.strategy
+        if strategy.data_rank * (self.trainer.world_size // strategy.data_world_size) != self.global_rank:
+            return  # another rank trains the same samples
         part = batch_idx if self.automatic_optimization else f"{batch_idx} of rank {self.global_rank}"
         entry = [self.current_epoch, self.global_step, part, batch[2].tolist()]
         with open("samples.jsonl", "a") as file:
@@ -99,6 +100,17 @@ class Noisy(lumen.TaskModule):
         step = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return [optimizer], [{"scheduler": step, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
+
+
+class Cut(Noisy):
+    """Noisy task without batch norm, with a region of cut layers, which trains equally on any mesh."""
+
+    parallel_plan = {"net.0": "colwise_gather_output", "net.3.0": "colwise", "net.3.2": "rowwise"}  # noqa: RUF012
+
+    def __init__(self, striker):
+        super().__init__(striker)
+        region = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 32))
+        self.net = nn.Sequential(nn.Linear(FEATURES, 32), nn.LayerNorm(32), nn.Dropout(0.3), region, nn.Linear(32, 1))
 
 
 class Sized(lumen.DataModule):
@@ -194,14 +206,15 @@ class Thawing(lumen.BaseFinetuning):
 def main(
     strategy="single", devices=1, workers=0, precision="fp32", asynchronous=False, accumulate=3,
     max_epochs=EPOCHS, max_steps=None, spikes=False, rolls_back=False, by_hand=False, thaws=False,
-    averages=False, finds=False, stream=None, s3=None, strike=None,
+    averages=False, finds=False, moves=False, stream=None, s3=None, strike=None,
 ):  # fmt: skip
     torch.set_num_threads(1)
     lumen.seed_everything(7)
     os.environ |= make_environment(s3) if s3 else {}
     trainer = lumen.Trainer(
         strategy=STRATEGIES[strategy](), devices=devices, accelerator="cpu", max_epochs=max_epochs, max_steps=max_steps,
-        accumulate_grad_batches=1 if by_hand else accumulate, precision=precision,
+        accumulate_grad_batches=1 if by_hand or moves else accumulate, precision=precision,
+        global_batch_size=8 if moves else None,
         gradient_clip_val=None if by_hand else 1.0, seed=7, val_check_interval=2 if stream else 0.5,
         log_every_n_steps=1, default_root_dir=".", name="run", resume="auto", enable_progress_bar=False,
         enable_model_summary=False,
@@ -228,7 +241,7 @@ def main(
     if finds:
         trainer.fit(Noisy(striker, fits=4), datamodule=Sized())
         return
-    kind, batch_size = ByHand if by_hand else Taught if averages else Noisy, 5 if by_hand else 4
+    kind, batch_size = ByHand if by_hand else Taught if averages else Cut if moves else Noisy, 5 if by_hand else 4
     data = STREAMS[stream](batch_size) if stream else DataLoader(
         Drawing(SAMPLES), batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Exact resume: a run killed at any moment and restarted is bitwise identical to an uninterrupted run."""
 
+import csv
 import json
 import os
 import random
@@ -8,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import suppress
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import fsspec
@@ -16,7 +17,7 @@ import pytest
 
 from tests.helpers.jobs import Nursery, is_alive, start_script, start_torchrun
 from tests.helpers.object_server import make_environment, serve_objects
-from tests.promises.lives import BUCKET, MODULE, Lives
+from tests.promises.lives import BUCKET, MODULE, Lives, final_state, surviving_samples
 from tests.promises.resumable_run import EPOCHS, SAMPLES, STREAMS
 
 BY_HAND = {"by_hand": True}
@@ -24,6 +25,9 @@ DDP_2 = {"strategy": "ddp", "devices": 2}
 DDP_3 = {"strategy": "ddp", "devices": 3}
 FSDP_2 = {"strategy": "fsdp", "devices": 2}
 MESH_2 = {"strategy": "mesh", "devices": 2}
+MESH_4 = {"strategy": "mesh", "devices": 4}  # 2 x 2
+MOVES = {"moves": True, "precision": "64-true"}
+LAYOUTS = ({"strategy": "single", "devices": 1}, DDP_2, FSDP_2, MESH_2, MESH_4)
 BF16 = {"precision": "bf16", "max_steps": 13}  # ends inside the last epoch
 LATER = {"asynchronous": True}
 AVERAGES = {"averages": True}
@@ -62,12 +66,13 @@ KILLS = {
     "ddp 3": (DDP_3, [(2, "train", 4), (0, "operation", 30), (1, "validate", 3)]),
     "fsdp 2": (FSDP_2, [(0, "operation", 33), (0, "cleaning", 2), (1, "train", 5)]),
     "mesh 2": (MESH_2, [(1, "train", 5), (0, "operation", 33), (0, "validate", 2)]),
+    "mesh 4": (MESH_4 | MOVES, [(3, "train", 4), (0, "operation", 33), (1, "validate", 2)]),
     "fsdp 2, 2 workers": (FSDP_2 | {"workers": 2}, [(1, "validate", 3), (1, "operation", 7), (0, "train", 4)]),
 }
 SLOW = (
     "workers of a stream", "by hand, fsdp 2", "bf16", "bf16, 2 workers", "spikes, ddp 2", "rolls back, ddp 2",
     "finetuning, SWA, ddp 2", "EMA, teacher and Muon, ddp 2", "EMA, teacher and Muon, fsdp 2", "ddp 3",
-    "fsdp 2, 2 workers",
+    "fsdp 2, 2 workers", "mesh 4",
 )  # fmt: skip
 TIERS = {"ddp 2": "everyday", **dict.fromkeys(SLOW, "slow")}
 
@@ -159,6 +164,65 @@ def test_kills_at_any_save_operation_leave_no_trace(tmp_path, nursery, uninterru
     assert kill_at_every_operation(tmp_path / "killed", nursery, uninterrupted_run, options, rank) > least
 
 
+# ---------------------------------------------------------------------- other layouts
+
+
+def compare_moved_run(directory, nursery, expected, lives):
+    """Kill a run in each life but the last, and compare its end with an uninterrupted run on one process.
+
+    Args:
+        lives: The strategy and the number of processes of each life, and its strike.
+    """
+    for layout, strike in lives:
+        life = Lives(directory, nursery, MOVES | layout)
+        assert life.live(strike) == (strike is not None)
+    (tensors, *_, table), (wanted, *_, other_table) = map(final_state, (directory, expected))
+    for (section, name), values in wanted.items():
+        if section != "extra":  # states of metrics, one for each rank
+            assert tensors.pop((section, name)) == pytest.approx(values, rel=0, abs=1e-11), name
+    assert {section for section, _ in tensors} == {"extra"}
+    (names, *rows), (other_names, *other_rows) = (list(csv.reader(each.splitlines())) for each in (table, other_table))
+    assert names == other_names
+    numbers, others = ([float(each or 0) for row in each for each in row] for each in (rows, other_rows))
+    assert numbers == pytest.approx(others, rel=1e-9)
+    assert surviving_samples(directory, moved=True) == surviving_samples(expected)
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [(MESH_4, (3, "train", 9)), (MESH_2, (1, "operation", 60)), (LAYOUTS[0], None)],
+        pytest.param(
+            [(MESH_2, (0, "operation", 99)), (FSDP_2, (1, "train", 9)), (MESH_4, None)], marks=pytest.mark.slow
+        ),
+    ],
+    ids=["4 2 1", "2 fsdp 4"],
+)
+def test_killed_mesh_resumes_on_another(tmp_path, nursery, uninterrupted_run, lives):
+    compare_moved_run(tmp_path / "killed", nursery, uninterrupted_run(**MOVES), lives)
+
+
+@pytest.mark.torture
+@pytest.mark.time_limit(1_000_000)
+def test_dozens_of_moves_leave_no_trace(tmp_path, nursery, uninterrupted_run):
+    """Each run is killed five times, and resumes on a drawn layout."""
+    draw, expected = random.Random(int(os.environ.get("LUMEN_TORTURE_SEED", "0"))), uninterrupted_run(**MOVES)
+    moves = Counter()
+    while moves.total() < int(os.environ.get("LUMEN_TORTURE_KILLS", "200")) // 4:
+        layouts = [draw.choice(LAYOUTS) for _ in range(6)]
+        lives = []
+        for layout in layouts[:-1]:
+            event, last = draw.choice([("train", 5), ("operation", 60)])
+            lives.append((layout, (draw.randrange(layout["devices"]), event, draw.randint(1, last))))
+        directory = tmp_path / str(moves.total())
+        compare_moved_run(directory, nursery, expected, [*lives, (layouts[-1], None)])
+        shutil.rmtree(directory)
+        names = [f"{each['strategy']} {each['devices']}" for each in layouts]
+        moves += Counter(f"{one} to {other}" for one, other in pairwise(names))
+    print(f"{moves.total()} kills, no trace\n({listed(moves)})")
+
+
 # ---------------------------------------------------------------------- random kills
 
 
@@ -177,7 +241,7 @@ class Hunter:
         self.victims = Counter()
 
     def draw_options(self):
-        options = self.draw.choice([{"strategy": "single", "devices": 1}, DDP_2, DDP_3, FSDP_2])
+        options = self.draw.choice([{"strategy": "single", "devices": 1}, DDP_2, DDP_3, FSDP_2, MESH_2])
         by_hand = BY_HAND if options["devices"] < 3 else {}  # with three ranks, one would have a batch of one sample
         thaws = {"thaws": options["strategy"] != "fsdp", "max_epochs": 5}  # within the 30 steps of the schedule
         stream = self.draw.choice([None, *STREAMS])
