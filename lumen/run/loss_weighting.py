@@ -83,8 +83,8 @@ class LossWeighting:
 
         Args:
             planned: The sum of the weights that are known before the forward, over all processes.
-            micro_batches: Number of micro-batches of all processes. If there is one, on a single process, its factor is
-                exactly 1.
+            micro_batches: Number of micro-batches of all data ranks. If there is one, on a single data rank, its factor
+                is exactly 1.
             guess: A guess of the sum if it is unknown: a power of two, so that multiplying by it does not round; 0 if
                 there is no guess yet.
         """
@@ -203,7 +203,7 @@ class LossWeighting:
             raise _make_mixed_weights_error()
         if with_weight or without_weight:
             self.has_returned_weights = bool(with_weight)
-        if self.has_returned_weights:
+        if self.has_returned_weights and not self._is_single_micro_batch:
             # A process without a loss learns only here that the other processes have divided by the guess.
             self.planned = self._guess
         return [flag > 0 for flag in flags]

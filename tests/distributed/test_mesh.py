@@ -140,7 +140,11 @@ def test_cut_layers_work_with_each_feature(group, tmp_path, name):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if name in ("bf16", "fp16") else 1e-11)
 
 
-ALONE = {"compile": (Momentum, {"compile": {"backend": "aot_eager"}}), "manual": (Manual, {"global_batch_size": None})}
+ALONE = {
+    "compile": (Momentum, {"compile": {"backend": "aot_eager"}}),
+    "manual": (Manual, {"global_batch_size": None}),
+    "one micro-batch": (Momentum, {"global_batch_size": 2}),
+}
 
 
 def train_cut(folder, name, strategy):
@@ -154,7 +158,7 @@ def train_cut(folder, name, strategy):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_compiled_and_manual_steps_equal_one_process(group, tmp_path, name):
+def test_steps_of_cut_layers_equal_one_process(group, tmp_path, name):
     alone = train_cut(tmp_path / "alone", name, "single")
     for found in group(2).run(train_cut, tmp_path, name, lumen.Mesh(tensor=2), limit_s=120):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-11)
