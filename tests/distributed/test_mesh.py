@@ -239,24 +239,33 @@ def test_sizes_must_match_the_processes(group, tmp_path):
         lumen.Mesh(wrapp="Block")
 
 
-def count_collectives(folder):
-    """Return the collectives of two further steps, by name and shape."""
+def count_collectives(folder, shape):
+    """Return the collectives of two further steps, by name and shape, and the parameters of a block on this process."""
     found = []
     for steps in (1, 2, 4):  # the first run opens the groups
-        trainer = bare_trainer(folder, max_steps=steps, strategy=lumen.Mesh(tensor=2), gradient_clip_val=1.0)
+        task, strategy = Momentum(), make_strategy(shape)
+        trainer = bare_trainer(folder, max_steps=steps, strategy=strategy, gradient_clip_val=1.0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
-            trainer.fit(Momentum(), make_loader(shuffle=True))
+            trainer.fit(task, make_loader(shuffle=True))
         events = [each for each in record.events() if each.name.startswith("gloo:")]
         found.append(Counter((each.name.removeprefix("gloo:"), str(each.input_shapes[0])) for each in events))
-    return dict(found[2] - found[1])
+    return dict(found[2] - found[1]), sum(each.to_local().numel() for each in task.blocks[0].parameters())
 
 
-def test_cut_layers_communicate_as_documented(group, tmp_path):
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)], ids=str)
+def test_cut_layers_communicate_as_documented(group, tmp_path, shape):
     """A region sums its output and its input's gradient; embedding and head add two sums and a gather of logits."""
-    regions, activations, batch = 2 * 2, f"[2, {TIME}, {WIDTH}]", [2, TIME, VOCAB // 2]
-    for found in group(2).run(count_collectives, tmp_path, limit_s=120):
-        assert found.pop(("all_reduce", activations)) == 2 * (2 * regions + 2)
-        assert found.pop(("all_gather", str(batch))) == 2
-        assert found.pop(("all_reduce", f"[{HEAD}]")) == 2 * 2  # norms of heads
+    blocks, activations, logits = 2, f"[2, {TIME}, {WIDTH}]", f"[2, {TIME}, {VOCAB // 2}]"
+    for found, part in group(2 * shape[1]).run(count_collectives, tmp_path, shape, limit_s=120):
+        assert found.pop(("all_reduce", activations)) == 2 * (2 * 2 * blocks + 2)
+        assert found.pop(("all_gather", logits)) == 2
+        assert found.pop(("all_reduce", f"[{HEAD}]")) == 2 * blocks  # norms of heads
+        if shape[1] > 1:
+            assert found.pop(("all_gather", f"[{part}]")) == 2 * 2 * blocks
+            assert found.pop(("all_reduce", f"[{part * shape[1]}]")) == 2 * blocks  # gloo has no reduce-scatter
+            tied = VOCAB * WIDTH // 4
+            assert found.pop(("all_gather", f"[{tied}]")) == found.pop(("all_reduce", f"[{tied * 2}]")) == 2
         found.pop(("all_reduce", f"[{VOTE}]"), None)  # more often if the machine stalls
-        assert [*found.values()] == [2, 2]  # the norm of gradients, and the numbers of a step
+        # The norm of 17 planned gradients over each dimension of the mesh, the norm of 6 others over shard, and the 6
+        # numbers of a step.
+        assert found == {("all_reduce", "[17]"): 2 * shape[1], ("all_reduce", "[6]"): 2 * shape[1]}
