@@ -135,3 +135,11 @@ def _keep_gradients(parameters: list[Any]) -> Iterator[None]:
     yield
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+def allow_anomaly_checks() -> None:
+    """Let `detect_anomaly` look for NaN in DTensors: torch has no rule to place the flags that it checks."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(torch.ops.aten._is_any_true.default)(lambda flags: [([Replicate()], [Replicate()])])

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
-from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import functional as F
 
 from lumen.distributed.dtensor import mark_packed
 from lumen.errors import ConfigError
 from lumen.errors.arguments import suggest_names
+from lumen.internals.fully_shard import allow_anomaly_checks
 from lumen.internals.tensors import get_direct_parameters, get_gradient_hooks, set_gradient_hooks
 from lumen.strategies.region_check import RegionCheck
 from lumen.task.materialize import redirect_references
@@ -65,10 +65,7 @@ _REFUSED = {
 }
 
 
-@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
-def _place_flags(flags: Any) -> list[tuple[list[Placement], list[Placement]]]:
-    """Gather the flags by which `detect_anomaly` finds NaN in a gradient; torch has no rule for them."""
-    return [([Replicate()], [Replicate()])]
+allow_anomaly_checks()
 
 
 @final
@@ -297,7 +294,7 @@ def _choose_style(task: nn.Module, name: str, word: str) -> Style:
             f"parallel_plan: {name}: {word}:{parts} is not a word. The number of parts follows packed_colwise and is 2 "
             "or more, as in packed_colwise:2."
         )
-    if getattr(module, "max_norm", None) is not None or getattr(module, "scale_grad_by_freq", False):
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         raise ConfigError(
             f"parallel_plan: {name}: an embedding with max_norm or scale_grad_by_freq cannot be cut. Leave {name} out."
         )

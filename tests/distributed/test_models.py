@@ -79,7 +79,7 @@ def run_in(home, *words):
 
 @pytest.mark.usefixtures("program_directory")
 def test_gpt_on_a_mesh_equals_one_process(group, tmp_path):
-    """The commands of the config run, and the losses and parameters are those of one process."""
+    """The commands of the config run, and the parameters equal one process."""
     fit, predict = (shlex.split(line)[1:] for line in find_commands("models/gpt_mesh.yaml"))
     small = ["--trainer.precision=64-true", "--data.truncate=0.005", "--model.n_layer=1"]
     fit += ["--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=2", *small]
