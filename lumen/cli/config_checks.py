@@ -31,7 +31,7 @@ from lumen.cli.yaml_text import format_inline
 from lumen.errors import ConfigError
 from lumen.errors.arguments import is_neutral_argument, suggest_names
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_OF_CLASSES, RENAMED
-from lumen.strategies.factory import choose_processes
+from lumen.strategies.factory import CLASSES_BY_NAME, STRATEGIES, choose_processes
 from lumen.trainer.trainer import Trainer
 
 _TRAINER_KEYS = inspect.signature(Trainer).parameters.keys()
@@ -256,6 +256,8 @@ class SettingsChecker:
             kind = classes.find_class(name, classes.list_bases(hint), settings.describe_source(place), settings.files)
         except ConfigError as error:
             self._problems[path] = f"{error}{_suggest_callback_option(path, name)}"
+            if path == ("trainer", "strategy") and name in STRATEGIES:
+                self._add_problem(path, f"{name} has no options. Set options of {', '.join(CLASSES_BY_NAME)} only.")
             return
         if inspect.isclass(kind) and name == kind.__name__ and isinstance(node, dict):
             # Given a short name, jsonargparse would also find Lightning's class.
@@ -320,6 +322,8 @@ class SettingsChecker:
                     value, hint = named.arguments[name], named.parameters[name].annotation
                     kinds = classes.group_by_name(classes.list_bases(hint))
                     closest = suggest_names(value, kinds) if isinstance(value, str) else ""
+                    if isinstance(value, dict) and kinds:
+                        closest = f" Set the class of these options by --{shorten_key('.'.join(path))} CLASS."
                     self._add_problem(
                         path, f"expected {classes.describe_type(hint)}, found {format_inline(value)}.{closest}"
                     )

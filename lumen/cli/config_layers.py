@@ -20,6 +20,7 @@ import yaml
 from lumen.cli.yaml_text import YamlRefused, describe_yaml_error, load_yaml, read_yaml
 from lumen.errors import ConfigError
 from lumen.errors.arguments import expand_path, suggest_names
+from lumen.strategies.factory import CLASSES_BY_NAME
 
 Tree = dict[str, Any]
 Keys = tuple[str, ...]
@@ -27,6 +28,7 @@ _CLASSES = {("model",), ("data",), ("optimizer",), ("lr_scheduler",)}
 _GROUPS = {"parameter_groups", "lookahead", "lr_schedule", "trainer"}
 _CALLBACKS = ("trainer", "callbacks")
 _SCHEDULERS = ("lr_scheduler",)
+_STRATEGY = ("trainer", "strategy")
 NODE = ("class_path", "init_args", "dict_kwargs")
 _LIGHTNING_CLI_KEYS = "PL_"  # prefix of LightningCLI's environment variables
 
@@ -120,11 +122,13 @@ class Settings:
         return tuple(name for name in path if name not in NODE) in self._bare
 
     def get_class_name(self, key: str) -> str | None:
-        """Return the class that a key names, or None."""
+        """Return the class that a key names by `class_path` or as a strategy, or None."""
         node: Any = self.tree
         for name in key.split("."):
             arguments = node.get("init_args") or node if isinstance(node, dict) else {}
             node = arguments.get(name)
+        if isinstance(node, str):
+            return CLASSES_BY_NAME.get(node)
         return str(node["class_path"]) if isinstance(node, dict) and "class_path" in node else None
 
 
@@ -183,6 +187,10 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
     callback = path[:2] == _CALLBACKS and len(path) == 3 and path[-1] not in NODE
     named = path in _CLASSES or callback or (path == _CALLBACKS and isinstance(new, str)) or _is_scheduler(new, path)
     begun = isinstance(old, str) and isinstance(new, dict) and old.rpartition(".")[2].isidentifier()
+    if path == _STRATEGY and isinstance(new, str):
+        name, has_options = CLASSES_BY_NAME.get(new, new), isinstance(old, dict)
+        if "." in new or (has_options and (not is_class(old) or _is_same_class(old.get("class_path"), name))):
+            new, named = name, True  # The options, which may come before the name, are kept.
     if isinstance(new, str) and not named and is_class(old) and not _is_same_class(old.get("class_path"), new):
         return new  # The word names an object, as in `--trainer.profiler simple`.
     if path == _CALLBACKS and (isinstance(new, str) or is_class(new)) and not is_class(old):
@@ -210,6 +218,8 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
         if isinstance(key, str) and key.endswith("+"):
             key, value = key.removesuffix("+"), ListAddition(value if isinstance(value, list) else [value])
         merged[key] = merge(merged.get(key), value, (*path, str(key)))
+    if path == _STRATEGY and (short := str(merged.get("class_path"))) in CLASSES_BY_NAME:
+        merged["class_path"] = CLASSES_BY_NAME[short]
     return merged
 
 

@@ -14,6 +14,7 @@ from lumen.cli.config_layers import Settings
 from lumen.cli.options import OPTIONS, OptionParser
 from lumen.console import stdout
 from lumen.errors import ConfigError
+from lumen.strategies.factory import CLASSES_BY_NAME
 
 COMMON_OPTIONS = {
     "config FILE": "YAML; a later file overrides an earlier one.",
@@ -30,7 +31,7 @@ COMMON_OPTIONS = {
     "trainer.max_steps N": "... for N updates; or ...",
     "trainer.max_time DD:HH:MM:SS": "... for this time.",
     "trainer.devices N|auto": "Processes on this machine, one per device.",
-    "trainer.strategy NAME": "auto, single, ddp or fsdp.",
+    "trainer.strategy NAME": "auto, single, ddp, fsdp or mesh; likewise.",
     "trainer.precision NAME": "fp32, bf16, fp16, bf16-true or fp64.",
     "trainer.global_batch_size N": "Samples per update, on any hardware.",
     "trainer.gradient_clip_val X": "Largest norm of the gradient.",
@@ -76,6 +77,7 @@ def show_help(parser: OptionParser, settings: Settings, topics: list[tuple[str, 
         if key.removesuffix(".help") in parser.fixed:
             key = "help"
         name = settings.get_class_name(key.removesuffix(".help")) if text == "true" else text
+        name = CLASSES_BY_NAME.get(name or "", name) if key == "trainer.strategy.help" else name
         words += [f"--{key}", *([name] if name and key != "help" else [])]
     try:
         parser.parse_args(words)

@@ -26,6 +26,8 @@ _AVAILABLE: dict[str, Callable[[], bool]] = {
 }
 _UNSUPPORTED = ("tpu", "hpu", "ipu")  # get no suggestion of a similar name
 STRATEGIES = ("single", *_CLASSES)
+#: Names of the strategies that have options, with the name of the class.
+CLASSES_BY_NAME = {name: f"lumen.{_CLASSES[name]}" for name in ("ddp", "fsdp", "mesh")}
 ACCELERATORS = ("auto", "gpu", *_AVAILABLE)
 
 

@@ -70,7 +70,7 @@ class Trainer(RunView):
         devices: Number of devices per node, with one process each. Default: the number of processes that torchrun or
             SLURM started, else 1. `auto`: all accelerators. Lumen starts the processes unless torchrun or SLURM did.
         num_nodes: Number of nodes. Default: the number of nodes on which torchrun or SLURM started processes, else 1.
-        strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or a `Strategy`.
+        strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, `mesh`, or a `Strategy`.
         precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters and batches); or a
             `Precision`.
         matmul_precision: Precision of float32 matrix products. Default: torch's current setting. Otherwise `highest`,

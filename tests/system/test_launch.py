@@ -86,6 +86,17 @@ class Seeded(Line):
         super().__init__(width)
         open("drawn-" + os.environ["RANK"], "w").write(str(torch.rand(1)))
 """
+CUT = """
+from torch import nn
+from tests.helpers.cli_tasks import Line
+
+class Cut(Line):
+    parallel_plan = {"layer.0": "colwise", "layer.1": "rowwise"}
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.layer = nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 1))
+"""
 TORN = """
 from tests.helpers.cli_tasks import Line
 
@@ -184,6 +195,19 @@ def test_one_flag_runs_a_command_in_two_processes(tmp_path):
         assert main(shlex.split(command)[1:]) == 0, command
     code, output = run("-m", *shlex.split(printed["longer"]))
     assert (code, output.count("finished: max_epochs=4 reached")) == (0, 1), output
+
+
+def test_mesh_options_start_processes_and_survive_resume():
+    Path("cut.py").write_text(CUT)
+    mesh = ["--trainer.devices", "2", "--trainer.strategy", "mesh", "--trainer.strategy.tensor", "2"]
+    words = ["--model", "cut.Cut", *mesh, "--trainer.strategy.wrap", "Sequential"]
+    code, output = run("-m", "lumen", "fit", "--config", "line.yaml", *words)
+    assert code == 0, output
+    assert "2 processes on CPU · Mesh" in output
+    code, again = run("-m", *shlex.split(find_commands(output)["longer"]))
+    assert (code, again.count("finished: max_epochs=4 reached"), again.count("Mesh")) == (0, 1, 1), again
+    saved = yaml.safe_load(Path("runs/line/config.yaml").read_text())["trainer"]["strategy"]
+    assert (saved["class_path"], saved["init_args"]["tensor"]) == ("lumen.Mesh", 2)
 
 
 def test_drawn_seed_is_equal_in_all_processes():

@@ -51,6 +51,8 @@ def read_metrics(path):
             ["fit", "--model.help", "tests.helpers.cli_tasks.Line"],
             ["--model.lr", "Learning rate.", "(required, type: int)"],
         ),
+        (["fit", "--trainer.strategy.help", "mesh"], ["--trainer.strategy.tensor", "compute a layer of the plan"]),
+        (["fit", "--trainer.strategy", "fsdp", "--trainer.strategy.help"], ["--trainer.strategy.cpu_offload"]),
     ],
 )
 def test_help_shows_options_with_what_they_are_for(words, shown, capsys):
@@ -644,6 +646,39 @@ def test_strategy_is_built_once_and_checked_first(monkeypatch, capsys):
     alone = ["--trainer.strategy=single", "--trainer.devices=2", "--trainer.accelerator=cpu"]
     assert main(["fit", "--config", "line.yaml", *alone, "--model=tests.helpers.cli_tasks.Interrupted"]) == 2
     assert "strategy: SingleDevice runs one process, but devices requests 2 processes." in capsys.readouterr().err
+
+
+MESH = {"class_path": "lumen.Mesh", "init_args": {"tensor": 2}}
+OF_FSDP = {"trainer": {"strategy": {"class_path": "lumen.FSDP", "init_args": {"cpu_offload": True}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "strategy"),
+    [
+        ({}, ["--trainer.strategy=mesh", "--trainer.strategy.tensor=2"], MESH),
+        ({}, ["--trainer.strategy.tensor=2", "--trainer.strategy=mesh"], MESH),
+        ({"trainer": {"strategy": "mesh"}}, ["--trainer.strategy.tensor=2"], MESH),
+        ({"trainer": {"strategy": MESH | {"class_path": "mesh"}}}, [], MESH),
+        ({"trainer": {"strategy": MESH}}, ["--trainer.strategy=mesh"], MESH),
+        (OF_FSDP, ["--trainer.strategy=mesh", "--trainer.strategy.tensor=2"], MESH),
+        (OF_FSDP, ["--trainer.strategy=ddp"], "ddp"),
+        ({}, ["--trainer.strategy=lumen.FSDP"], {"class_path": "lumen.FSDP"}),
+        ({}, ["--trainer.strategy=fsdp", "--trainer.strategy.cpu_offload"], OF_FSDP["trainer"]["strategy"]),
+    ],
+)
+def test_short_names_of_strategies_take_options(capsys, config, words, strategy):
+    second = write_config("second.yaml", config)
+    assert main(["fit", "--config", "line.yaml", "--config", second, *words, "--print_config=skip_default"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"] == strategy
+
+
+def test_strategy_by_short_name_repeats_from_config():
+    options = ["--trainer.strategy=fsdp", "--trainer.strategy.timeout_s=77", "--trainer.accelerator=cpu"]
+    assert fit(*options)[0].strategy.processes.timeout_s == 77
+    trainer, _ = fit("--trainer.name=again", config="runs/line/config.yaml")
+    assert (type(trainer.strategy), trainer.strategy.processes.timeout_s) == (lumen.FSDP, 77)
+    first, second = (read_saved_config(f"runs/{name}")["trainer"] for name in ("line", "again"))
+    assert first | {"name": "again"} == second
 
 
 # ---------------------------------------------------------------------- validate, test, predict
