@@ -7,6 +7,7 @@ from typing import Any, final
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lumen.console import logger as _log
 from lumen.distributed.context import Context
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
@@ -25,10 +26,12 @@ class Mesh(FSDP):
     """Strategy that cuts matrices over `tensor` processes, and shards the parts over `shard` processes.
 
     The number of processes is `replicate * shard * context * tensor`. The processes of a `tensor` group have successive
-    ranks, so that a group is in one node if its size divides the processes of a node. They read the same batches, and
-    compute each layer of the task's `parallel_plan` together. The processes of a `context` group read the same training
-    batches, and each computes a part of every sequence; an evaluation divides samples among them instead. Over
-    `replicate` and `shard`, the strategy is `FSDP`: `Mesh(shard=n)` and `FSDP()` on n processes are bitwise identical.
+    ranks, so that a group is in one node if its size divides the processes of a node. Otherwise a group spans nodes:
+    the results are the same, each layer waits for the network, and Lumen warns. The processes of a group read the same
+    batches, and compute each layer of the task's `parallel_plan` together. The processes of a `context` group read the
+    same training batches, and each computes a part of every sequence; an evaluation divides samples among them instead.
+    Over `replicate` and `shard`, the strategy is `FSDP`: `Mesh(shard=n)` and `FSDP()` on n processes are bitwise
+    identical.
 
     `parallel_plan` is a dictionary of the task: names of modules, where `*` is one part of a name, and words. A module
     without an entry is computed by every process of a group.
@@ -36,6 +39,8 @@ class Mesh(FSDP):
     | word | module | cut | output |
     |---|---|---|---|
     | `colwise` | `nn.Linear` | output features | features of this process |
+    | `colwise` | `nn.Dropout` of the last dimension | features, which are of this process | features of this process |
+    | `colwise:1` | `nn.Dropout` of attention probabilities | heads, dimension 1 | heads of this process |
     | `packed_colwise` | `nn.Linear` of query, key and value | output features of each | features of this process |
     | `rowwise` | `nn.Linear` | input features, which are of this process | whole |
     | `colwise_gather_output` | `nn.Linear` | output features | whole |
@@ -93,10 +98,17 @@ class Mesh(FSDP):
         world = self.processes.world_size
         shard = shard or max(world // (replicate * tensor * context), 1)
         if (product := replicate * shard * tensor * context) != world:
+            runs = f"{world} processes run" if world > 1 else "1 process runs"
+            start = f"start {product} processes" if self.processes.started_by else f"set devices: {product}"
             raise ConfigError(
                 f"Mesh: replicate * shard * tensor * context is {replicate} * {shard} * {tensor} * {context} = "
-                f"{product}, but {world} processes run. Change a size, or start {product} processes."
+                f"{product}, but {runs}. Change a size, or {start}."
             )
+        if self.processes.nodes > 1 and self.processes.local_world_size % tensor:
+            _log.warning(
+                "Mesh: tensor = %d does not divide the number of processes of a node, %d, so a tensor group spans "
+                "nodes and is slow. Choose a divisor.", tensor, self.processes.local_world_size,
+            )  # fmt: skip
         names = {"replicate": replicate, "shard": shard * context, "tensor": tensor}
         return {name: size for name, size in names.items() if name == "shard" or size > 1}
 

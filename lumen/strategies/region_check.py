@@ -75,8 +75,8 @@ class RegionCheck:
     def _compare(self, region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(len(each.device_mesh.shape) > 1 for each in region.parameters() if isinstance(each, DTensor)):
             raise ConfigError(
-                f"Mesh: {self._name} has cut layers, but only a part of {self._name} is a unit of FSDP. Choose units "
-                f"with wrap so that {self._name} is in one unit."
+                f"Mesh: {self._name} has cut layers, but only a part of {self._name} is a unit of FSDP. Set "
+                f"wrap: {type(region).__name__}, or choose other units that contain {self._name}."
             )
         count = self._mesh.size()
         try:
@@ -163,8 +163,11 @@ class RegionCheck:
 
 
 _DROPOUT = (
-    "The values are equal without dropout: dropout of cut features draws different numbers on each process. Set the "
-    "probability of dropout between a colwise and a rowwise layer, such as that of attention, to 0."
+    "The values are equal without dropout: dropout of cut features draws other numbers than on one process. Give each "
+    "nn.Dropout between a colwise and a rowwise layer the word colwise, or colwise:1 if dimension 1 of its input is "
+    "cut, as the heads of attention probabilities are, and no word if its input is whole. Dropout inside a function, "
+    "such as scaled_dot_product_attention, has no word: set its probability to 0, or compute the probabilities with "
+    "softmax and drop them with an nn.Dropout."
 )
 _CAUSES = (
     "Causes are: code that contains the number of heads or features, as in unflatten(-1, (heads, -1)), where a process "

@@ -38,6 +38,7 @@ class Style(NamedTuple):
         cut_ends: The ends that are this process's share of the features: "input", "output" or none. The other end is
             whole.
         parts: The number of matrices in the weight, each of which is cut.
+        dim: The dimension of the features in the input, for dropout.
     """
 
     kind: type[nn.Module]
@@ -45,12 +46,13 @@ class Style(NamedTuple):
     bias: int | None
     cut_ends: tuple[Literal["input", "output"], ...] = ()
     parts: int = 1
+    dim: int = -1
 
 
 _COLWISE_GATHER, _EMBEDDING = Style(nn.Linear, 0, 0), Style(nn.Embedding, 0, None)
 #: Styles of layers by the words of a plan, as transformers uses them.
 STYLES: Mapping[str, tuple[Style, ...]] = {
-    "colwise": (Style(nn.Linear, 0, 0, ("output",)),),
+    "colwise": (Style(nn.Linear, 0, 0, ("output",)), Style(nn.Dropout, None, None, ("input", "output"))),
     "packed_colwise": (Style(nn.Linear, 0, 0, ("output",), parts=3),),
     "rowwise": (Style(nn.Linear, 1, None, ("input",)),),
     "colwise_gather_output": (_COLWISE_GATHER,),
@@ -101,7 +103,10 @@ class TensorParallel:
         self._share_values(device)
         cuts: dict[int, tuple[str, _Cut]] = {}
         for name, style in styles.items():
-            self._cut_layer(name, style, cuts)
+            if style.kind is nn.Dropout:
+                vars(self._names[name])["forward"] = partial(self._drop, name, self._names[name], style.dim)
+            else:
+                self._cut_layer(name, style, cuts)
         self._packed = {self._names[name]: style.parts for name, style in styles.items() if style.parts > 1}
         for name in (name for name, word in words.items() if word == _SHARED_WORD):
             for parameter in task.get_submodule(name).parameters():
@@ -212,6 +217,18 @@ class TensorParallel:
     def _give_whole(self, layer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output if self._is_bypassed else output.redistribute(mesh, [Replicate()]).to_local()
 
+    def _drop(self, name: str, layer: Any, dim: int, features: torch.Tensor) -> torch.Tensor:
+        """Return this process's share of the features after dropout, with the mask that one process draws."""
+        if self._is_bypassed or not layer.training or layer.p == 0 or not features.numel():
+            return F.dropout(features, layer.p, layer.training, layer.inplace)
+        if dim >= features.dim():
+            raise ConfigError(
+                f"parallel_plan: {name}: colwise:{dim} names dimension {dim}, but the input has {features.dim()} "
+                "dimensions, counted from 0."
+            )
+        mask = _draw_mask(layer, features, dim, self._mesh.get_local_rank(), self._mesh.size())
+        return features.mul_(mask) if layer.inplace else features * mask
+
     def _sum_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sum of a gradient over the processes that compute a layer together. Collective."""
         if not self._is_bypassed:
@@ -227,6 +244,31 @@ class TensorParallel:
             yield
         finally:
             self._is_bypassed = False
+
+
+def _draw_mask(layer: nn.Dropout, features: torch.Tensor, dim: int, rank: int, count: int) -> torch.Tensor:
+    """Return a process's share of the mask that one process draws: 0, or the scale of a kept feature.
+
+    Torch draws in the order of memory, and in place by another function, so the mask is drawn for ones with the layout
+    of all features. The generators of the processes have equal states.
+
+    Args:
+        layer: The dropout layer, which gives the probability.
+        features: The share of the features, not empty.
+        dim: The dimension in which the features are cut.
+        rank: The number of the share.
+        count: The number of shares, which have equal sizes.
+    """
+    dim, shape, strides = dim % features.dim(), [*features.shape], [*features.stride()]
+    inner = strides[dim], -dim
+    for each, stride in enumerate(strides):
+        strides[each] = stride * count if (stride, -each) > inner else stride
+    start, length = rank * shape[dim], shape[dim]
+    shape[dim] *= count
+    storage = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    ones = torch.ones(storage, dtype=features.dtype, device=features.device).as_strided(shape, strides)
+    # The backward keeps the copy of the share only.
+    return F.dropout(ones, layer.p, inplace=layer.inplace).narrow(dim, start, length).clone()
 
 
 def find_plan(task: nn.Module) -> dict[str, str]:
@@ -288,11 +330,12 @@ def _choose_style(task: nn.Module, name: str, word: str) -> Style:
     Raises:
         ConfigError: The word does not fit the class of the module, or has a wrong number of parts.
     """
-    module, (word, _, parts) = task.get_submodule(name), word.partition(":")
-    if parts and not (word == "packed_colwise" and parts.isdigit() and int(parts) > 1):
+    module, (word, _, number) = task.get_submodule(name), word.partition(":")
+    is_dropout = word == "colwise" and type(module) is nn.Dropout
+    if number and not (number.isdecimal() and (is_dropout or (word == "packed_colwise" and int(number) > 1))):
         raise ConfigError(
-            f"parallel_plan: {name}: {word}:{parts} is not a word. The number of parts follows packed_colwise and is 2 "
-            "or more, as in packed_colwise:2."
+            f"parallel_plan: {name}: {word}:{number} is not a word. A number follows packed_colwise, as the number of "
+            "parts, 2 or more, or colwise of an nn.Dropout, as the dimension that is cut."
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         raise ConfigError(
@@ -300,7 +343,8 @@ def _choose_style(task: nn.Module, name: str, word: str) -> Style:
         )
     for style in STYLES[word]:
         if type(module) is style.kind:
-            return style._replace(parts=int(parts)) if parts else style
+            style = style._replace(dim=int(number)) if number and is_dropout else style
+            return style._replace(parts=int(number)) if number and not is_dropout else style
     is_torchs = type(module).__module__.startswith("torch.")
     kind = f"{'nn' if is_torchs else type(module).__module__}.{type(module).__qualname__}"  # peft has a Linear too
     kinds = " or ".join(f"nn.{style.kind.__name__}" for style in STYLES[word])
@@ -314,8 +358,10 @@ def check_sizes(task: nn.Module, styles: Mapping[str, Style], processes: int) ->
         ConfigError: The size of a layer is not divisible; the message names the layer.
     """
     for name, style in styles.items():
+        if style.weight is None:
+            continue
         weight: Any = task.get_submodule(name).weight
-        size = 0 if style.weight is None else weight.shape[style.weight]
+        size = weight.shape[style.weight]
         if size % (processes * style.parts):
             of_parts = f" of {style.parts} matrices" if style.parts > 1 else ""
             raise ConfigError(
@@ -330,13 +376,13 @@ def find_regions(task: nn.Module, styles: Mapping[str, Style]) -> list[str]:
     Raises:
         ConfigError: A layer gives or takes cut features outside such a module.
     """
-    givers = [name for name, style in styles.items() if "output" in style.cut_ends]
-    takers = [name for name, style in styles.items() if "input" in style.cut_ends]
+    givers = [name for name, style in styles.items() if style.cut_ends == ("output",)]
+    takers = [name for name, style in styles.items() if style.cut_ends == ("input",)]
     found: dict[str, None] = {}
-    for name in (*givers, *takers):
-        others = takers if name in givers else givers
+    for name in (name for name, style in styles.items() if style.cut_ends):
+        needed = [others for others in (givers, takers) if name not in others]
         region = name
-        while region and not any(other.startswith(f"{region}.") for other in others):
+        while region and not all(any(other.startswith(f"{region}.") for other in others) for others in needed):
             region = region.rpartition(".")[0]
         if not region:
             verb, word = ("gives", "rowwise") if name in givers else ("takes", "colwise")

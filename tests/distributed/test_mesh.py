@@ -1,5 +1,7 @@
 """Mesh: layers cut over processes train as on one process, and plans that would not are refused."""
 
+import logging
+import os
 import warnings
 from collections import Counter
 
@@ -28,6 +30,7 @@ from tests.helpers.mesh import (
     Model,
     Momentum,
     Taught,
+    Views,
     Whole,
     make_loader,
     train_model,
@@ -108,9 +111,11 @@ def test_mesh_without_tensor_is_fsdp(group, tmp_path):
 FEATURES = {
     "anomalies": (Momentum, {}, {"detect_anomaly": True}),
     "built": (Built, {}, {}),
+    "compiled": (Momentum, {}, {"compile": {"backend": "aot_eager", "blocks": ["Block"]}}),
     "checkpointing": (Momentum, {"activation_checkpointing": "Block"}, {}),
     "frozen": (Frozen, {}, {}),
     "hooked": (Hooked, {}, {}),
+    "views": (Views, {}, {}),
     "llama": (Llama, {}, {}),
     "offload": (Momentum, {"cpu_offload": True}, {}),
     "taught": (Taught, {}, {}),
@@ -122,6 +127,8 @@ FEATURES = {
 
 
 def train_twice(folder, name):
+    if name == "compiled":
+        warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's compiler inspects without need
     make_task, options, trainer_options = FEATURES[name]
     found = []
     for index, strategy in enumerate((lumen.Mesh(shard=2, **options), lumen.Mesh(tensor=2, **options))):
@@ -181,11 +188,11 @@ def catch_error(folder, match, plan, options):
         trainer.fit(Model(plan, **options), make_loader(shuffle=True))
 
 
-QKV, NORM = "blocks.*.mix.qkv", "blocks.*.mix.norm"
+QKV, NORM, DROP, CUT = "blocks.*.mix.qkv", "blocks.*.mix.norm", "blocks.*.mix.drop", "blocks.*.cut"
 REFUSED = {
     "typo": ({"blocks.*.mix.qkw": "colwise"}, {}, r"qkw is no module of Model. Did you mean blocks.\*.mix.qkv"),
     "word": ({"head": "colwize"}, {}, "'colwize' is not supported.* Did you mean colwise"),
-    "class": ({"blocks.*.norm": "colwise"}, {}, "cuts an nn.Linear, but blocks.0.norm is a nn.LayerNorm"),
+    "class": ({"blocks.*.norm": "colwise"}, {}, "cuts an nn.Linear or nn.Dropout, but blocks.0.norm is a nn.LayerNorm"),
     "tied": ({"head": None}, {}, "head.weight is the parameter tokens.weight, which the plan cuts. Give head a word"),
     "open": ({"blocks.*.down": None}, {}, r"blocks.0 fails with layers cut over 2 processes"),
     "end": ({"head": "colwise"}, {}, "head gives cut features, but no module of the task holds head and a rowwise"),
@@ -195,7 +202,17 @@ REFUSED = {
     "heads": ({NORM: None}, {"heads": 4}, "blocks.0.mix computes other values.*the number of heads"),
     "norm": ({NORM: None}, {}, "blocks.0.mix computes other values.*its gradient of norm.weight differ"),
     "norm of rows": ({}, {"max_norm": 1.0}, "tokens: an embedding with max_norm"),
-    "dropout": ({}, {"dropout": 0.1}, "values are equal without dropout"),
+    "dropout": ({}, {"dropout": 0.1}, "values are equal without dropout.*inside a function.* set its probability to 0"),
+    "dropped": ({CUT: None}, {}, "blocks.0 computes other values.* Give each nn.Dropout .* the word colwise"),
+    "whole": ({"blocks.*.drop": "colwise"}, {}, "blocks.0 computes other values.* no word if its input is whole"),
+    "probabilities": ({DROP: "colwise"}, {}, "blocks.0.mix computes other values.* colwise:1"),
+    "dimension": ({DROP: "colwise:4"}, {}, "mix.drop: colwise:4 names dimension 4, but the input has 4 dimensions"),
+    "number": (
+        {"blocks.*.up": "colwise:1"},
+        {},
+        "up: colwise:1 is not a word. A number follows .*or colwise of an nn",
+    ),
+    "rowwise": ({CUT: "rowwise"}, {}, "rowwise cuts an nn.Linear, but blocks.0.cut is a nn.Dropout"),
     "sequence": ({"blocks.*.norm": "sequence_parallel"}, {}, "does not cut activations between layers"),
 }
 
@@ -237,6 +254,27 @@ def test_sizes_must_match_the_processes(group, tmp_path):
         lumen.Mesh(shard_size=2)
     with pytest.raises(ConfigError, match=r"no argument wrapp\. Did you mean wrap"):
         lumen.Mesh(wrapp="Block")
+
+
+def train_over_nodes(folder):
+    """Return the warnings of a tensor group of two nodes with one process each."""
+    said, rank = [], os.environ["RANK"]
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lumen").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        of_node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": "2"}
+        for name, value in of_node.items():
+            patch.setenv(name, value)
+        trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2), log_level="WARNING")
+        trainer.fit(Model(), make_loader(shuffle=True))
+    logging.getLogger("lumen").removeHandler(handler)
+    return said
+
+
+def test_a_tensor_group_over_nodes_warns(group, tmp_path):
+    for said in group(2).run(train_over_nodes, tmp_path):
+        assert [each for each in said if "tensor = 2 does not divide the number of processes of a node, 1" in each]
 
 
 def count_collectives(folder, shape):

@@ -15,6 +15,8 @@ PLAN = {
     "blocks.*.mix.qkv": "packed_colwise",
     "blocks.*.mix.out": "rowwise",
     "blocks.*.mix.norm": "replicated_with_grad_allreduce",
+    "blocks.*.mix.drop": "colwise:1",
+    "blocks.*.cut": "colwise",
     "blocks.*.up": "colwise",
     "blocks.*.down": "rowwise",
     "tokens": "vocab",
@@ -23,12 +25,15 @@ PLAN = {
 
 
 class Mix(nn.Module):
-    """Attention with query, key and value in one layer, and a norm of heads."""
+    """Attention with query, key and value in one layer, a norm of heads, and dropout of probabilities.
+
+    With `dropout`, torch's function draws instead.
+    """
 
     def __init__(self, dropout=0.0, heads=-1):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.RMSNorm(HEAD)
+        self.norm, self.drop = nn.RMSNorm(HEAD), nn.Dropout(0.1)
         self.dropout, self.heads = dropout, heads
 
     def forward(self, x):
@@ -36,23 +41,28 @@ class Mix(nn.Module):
         q, k, v = (each.unflatten(-1, shape).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
         if self.heads < 0:
             q = self.norm(q)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        if self.dropout:
+            dropout = self.dropout if self.training else 0.0
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        else:
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            scores = (q @ k.transpose(-1, -2) / HEAD**0.5).masked_fill(future, -torch.inf)
+            mixed = self.drop(scores.softmax(-1)) @ v
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """Attention and two layers, with dropout of whole activations."""
+    """Attention and two layers, with dropout of whole and of cut activations."""
 
     def __init__(self, **options):
         super().__init__()
         self.mix = Mix(**options)
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.norm, self.drop, self.cut = nn.LayerNorm(WIDTH), nn.Dropout(0.1), nn.Dropout(0.2, inplace=True)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
         x = x + self.drop(self.mix(self.norm(x)))
-        return x + self.drop(self.down(F.gelu(self.up(x))))
+        return x + self.drop(self.down(self.cut(F.gelu(self.up(x)))))
 
 
 class Model(lumen.TaskModule):
@@ -91,6 +101,30 @@ class Model(lumen.TaskModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Views(Model):
+    """Model whose attention drops views of cut features, which are not contiguous, and heads."""
+
+    def __init__(self):
+        names = {"qkv": "packed_colwise", "out": "rowwise", "drop": "colwise", "heads": "colwise:1"}
+        super().__init__({f"blocks.*.mix.{name}": word for name, word in names.items()})
+        for block in self.blocks:
+            block.mix = ViewMix().double()
+
+
+class ViewMix(nn.Module):
+    """Query, key and value in one layer, with dropout of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop, self.heads = nn.Dropout(0.5), nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).tanh().chunk(3, dim=-1)
+        v = self.heads(v.unflatten(-1, (-1, HEAD)).transpose(1, 2) * 1.0).transpose(1, 2).flatten(2)
+        return self.out(self.drop(q) + self.drop(k.transpose(0, 1)).transpose(0, 1) + v)
 
 
 def make_loader(shuffle):
