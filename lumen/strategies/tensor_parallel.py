@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.nn import functional as F
 
+from lumen.distributed.context import get_context
 from lumen.distributed.dtensor import mark_packed
 from lumen.errors import ConfigError
 from lumen.errors.arguments import suggest_names
@@ -221,6 +222,11 @@ class TensorParallel:
         """Return this process's share of the features after dropout, with the mask that one process draws."""
         if self._is_bypassed or not layer.training or layer.p == 0 or not features.numel():
             return F.dropout(features, layer.p, layer.training, layer.inplace)
+        if get_context() is not None:
+            raise ConfigError(
+                f"parallel_plan: {name}: context cuts sequences, and dropout of features that are cut too is not "
+                "supported. Set the probability of this dropout to 0, or context: 1."
+            )
         if dim >= features.dim():
             raise ConfigError(
                 f"parallel_plan: {name}: colwise:{dim} names dimension {dim}, but the input has {features.dim()} "

@@ -236,8 +236,8 @@ def test_ids_outside_of_an_embedding_are_refused(group, tmp_path):
 
 def catch_sizes(folder):
     for options, match in (
-        ({"tensor": 3}, r"1 \* 1 \* 3 = 3, but 2 processes run"),
-        ({"tensor": 2, "shard": 2}, r"1 \* 2 \* 2 = 4, but 2 processes run"),
+        ({"tensor": 3}, r"1 \* 1 \* 3 \* 1 = 3, but 2 processes run"),
+        ({"tensor": 2, "shard": 2}, r"1 \* 2 \* 2 \* 1 = 4, but 2 processes run"),
     ):
         with pytest.raises(ConfigError, match=match):
             bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(**options)).fit(Model(), make_loader(shuffle=True))
