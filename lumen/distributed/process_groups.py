@@ -127,8 +127,8 @@ def _as_timedelta(seconds: float) -> timedelta:
 
 
 def _new_group(timeout: timedelta) -> Any:
-    """Open a gloo group of all processes. Collective."""
-    return dist.new_group(backend="gloo", timeout=timeout)
+    """Open a gloo group of all processes, or a fake one if the processes are simulated. Collective."""
+    return dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo", timeout=timeout)
 
 
 def _destroy(group: Any) -> None:

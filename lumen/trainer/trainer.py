@@ -166,7 +166,7 @@ class Trainer(RunView):
         accelerator: str = "auto",
         devices: int | str | None = None,
         num_nodes: int | None = None,
-        strategy: str | Strategy = "auto",
+        strategy: Strategy | str = "auto",
         precision: str | int | Precision | type[Precision] = "fp32",
         matmul_precision: Literal["highest", "high", "medium"] | None = None,
         benchmark: bool | None = None,

@@ -12,12 +12,15 @@ from lumen.cli.command_words import HelpShown
 from lumen.cli.commands import CommandParser
 from lumen.cli.user_errors import print_user_error as show_error
 from lumen.errors import ConfigError, LumenError
+from lumen.strategies import make_strategy
 from lumen.tools.check import COMMAND
 from lumen.tools.check.checks import check_training
+from lumen.tools.check.placement import check_placement, count_data_ranks
 from lumen.tools.check.report import CheckReport, print_json_report, print_report
 from lumen.tools.check.trial import CheckTrial
 from lumen.tools.terminal import get_first_line
 from lumen.trainer.logs import LogSettings, log_to_console
+from lumen.trainer.trainer import Trainer
 
 _DESCRIPTION = (
     "The command runs forward and backward of a few micro-batches and writes nothing. It makes one or two updates in "
@@ -91,13 +94,21 @@ class _CheckCLI(CLI):
         if processes.world_size > 1 and not processes.must_be_started:
             started = f"torchrun or SLURM has started {processes.world_size} processes"
             raise ConfigError(f"lumen check needs a single process, but {started}. Run lumen check without a launcher.")
-        strategy = config.trainer.strategy
-        config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy = 1, 1, "auto"
         with log_to_console(LogSettings("WARNING"), shown=False):
-            self._build(self._find_processes(config.trainer))
-            self._add_description(processes.world_size, strategy)
-            trial = CheckTrial(self.trainer, self.model, self.datamodule, self._configure, processes.world_size)
+            self._build(processes)
+            self._add_description(processes.world_size, config.trainer.strategy)
+            data_ranks = count_data_ranks(self._strategy)
+            trial = CheckTrial(self.trainer, self.model, self.datamodule, self._configure, data_ranks)
             check_training(self._report, trial, self._samples)
+            check_placement(self._report, trial, self._strategy)
+
+    def instantiate_trainer(self, **overrides: Any) -> Trainer:
+        """Build the strategy of the run, and a trainer of one process."""
+        processes = self._find_processes(self._get_command_settings(self.config).trainer)
+        strategy = self._get_command_settings(self.config_init).trainer.strategy
+        # The placement is the same on every device.
+        self._strategy = make_strategy(strategy, "cpu", processes.world_size)
+        return super().instantiate_trainer(**overrides, devices=1, num_nodes=1, strategy="auto")
 
     def _add_description(self, processes: int, strategy: Any) -> None:
         report, trainer = self._report, self.trainer

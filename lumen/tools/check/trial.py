@@ -403,7 +403,7 @@ class CheckTrial:
         task: The user's task, which is trained.
         data: A data module, a loader or several.
         configure: Function used instead of the task's `configure_optimizers`, or None for the task's.
-        processes: Number of processes of the real run. The trial has one process.
+        processes: Number of processes of the real run that read different batches. The trial has one process.
 
     Attributes:
         plan: The trainer's plan, as given.
