@@ -713,7 +713,7 @@ WRITTEN_BY_OTHERS = {
     "the object is Python's or another library's": {
         "checkpoint: closed", "data: value", "integrations: config", "internals: path", "profilers: title",
         "random: state", "task: __class__",
-        "tools: complete", "tools: formatter", "tools: help", "tools: num_nodes", "tools: strategy",
+        "tools: complete", "tools: formatter", "tools: help",
     },
     "the config is saved before other callbacks run": {"cli: callbacks"},
     "users set the hyperparameters in this way": {"trainer: hparams"},
