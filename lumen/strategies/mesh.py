@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, final
 
 from torch import nn
@@ -82,6 +83,12 @@ class Mesh(FSDP):
                 raise ConfigError(f"Mesh: {name} is an option of FSDP. Set {sizes}.")
         super().__init__(**options)
         self._sizes = replicate, shard, tensor, context
+
+    def resize(self, *, replicate: int = 1, shard: int | None = None, tensor: int = 1, context: int = 1) -> Mesh:
+        """Return a strategy with the same options and these sizes, which places no task yet."""
+        mesh = copy(self)
+        mesh._sizes = replicate, shard, tensor, context
+        return mesh
 
     @property
     def data_rank(self) -> int:

@@ -16,7 +16,7 @@ from lumen.tools.proof.variants import Variant
 from tests.helpers import ROOT
 from tests.helpers.verified_tasks import SIZE, Exits, LateOnRankZero, Make
 
-HERE = "tests.helpers.verified_tasks"
+HERE, PLANNED = "tests.helpers.verified_tasks", "tests.helpers.planned"
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +26,11 @@ def empty_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def verify(*words, task="Clean", data="Data", **options):
+def verify(*words, task="Clean", data="Data", helpers=HERE, **options):
     """Return exit code, output and errors of the command, for one task of the helpers."""
     config = {
-        "seed_everything": 1, "model": {"class_path": f"{HERE}.{task}", "init_args": options},
-        "data": {"class_path": f"{HERE}.{data}"}, "trainer": {"max_epochs": 3},
+        "seed_everything": 1, "model": {"class_path": f"{helpers}.{task}", "init_args": options},
+        "data": {"class_path": f"{helpers}.{data}"}, "trainer": {"max_epochs": 3},
     }  # fmt: skip
     with open("mine.yaml", "w") as file:
         yaml.safe_dump(config, file)
@@ -204,6 +204,26 @@ def test_unrepeatable_training_has_one_cause(only):
     assert {(row["verdict"], row["cause"]["kind"]) for row in rows.values()} == {("failed", "unseeded randomness")}
     (text,) = {row["cause"]["text"] for row in rows.values()}
     assert "The code uses SystemRandom.random(), " in text
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_planned_task_is_proven_on_a_mesh():
+    words = ["--only", "processes,evaluation,checkpoints", "--json"]
+    ran = verify(*words, task="Planned", data="Tokens", helpers=PLANNED)
+    assert ran.returncode == 0, ran.stdout
+    meshes = [row["promise"] for row in json.loads(ran.stdout)["rows"] if "Mesh" in row["what"]]
+    assert meshes == ["P1", "P3", "P4"]
+    assert json.loads(ran.stdout)["notes"] == []
+
+
+@pytest.mark.time_limit(300)
+def test_wrong_plan_has_one_cause():
+    ran = verify("--only", "processes", task="Planned", data="Tokens", helpers=PLANNED, heads=4)
+    assert (ran.returncode, ran.stdout.count("failed:")) == (1, 1), ran.stdout
+    assert ran.stdout.count("seen in: same training: two processes, Mesh\n") == 1
+    assert "parallel_plan: blocks.0.mix computes other values" in ran.stdout
+    assert "the number of heads" in " ".join(ran.stdout.split())
 
 
 @pytest.mark.slow

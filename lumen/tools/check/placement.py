@@ -14,7 +14,7 @@ from torch import nn
 from lumen.distributed.dtensor import find_packed, get_local_tensor, is_sharded
 from lumen.distributed.simulated import simulate_processes
 from lumen.internals.fully_shard import is_sharding
-from lumen.strategies import Strategy
+from lumen.strategies import Strategy, count_training_parts
 from lumen.task.materialize import update_references
 from lumen.tools.check.report import CheckReport, shorten_rows
 from lumen.tools.check.trial import CheckTrial
@@ -55,9 +55,9 @@ def count_data_ranks(strategy: Strategy) -> int:
         ConfigError: The number of processes does not match the options of the strategy.
     """
     if not strategy.shards:
-        return strategy.data_world_size
+        return count_training_parts(strategy)
     with _connect(strategy):
-        return strategy.data_world_size
+        return count_training_parts(strategy)
 
 
 def check_placement(report: CheckReport, trial: CheckTrial, strategy: Strategy) -> None:

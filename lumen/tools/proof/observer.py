@@ -18,7 +18,7 @@ from lumen.callbacks import Callback
 from lumen.data.combined import list_loaders
 from lumen.data.fingerprint import get_length
 from lumen.data.generators import KeptGenerators
-from lumen.distributed.dtensor import is_sharded
+from lumen.distributed.dtensor import get_packed_parts, is_sharded, mark_packed
 from lumen.distributed.process_location import Frame
 from lumen.internals.tensors import get_version
 from lumen.loggers import Logger
@@ -58,7 +58,7 @@ class VariantObserver(Callback):
     Args:
         outcome: The record to add events to.
         save_every: Steps between two checkpoints. The optimizer state is recorded at these steps too.
-        modules: True to record inputs and outputs of each module; False for compiled forwards.
+        modules: True to record inputs and outputs of each module; False for compiled forwards and cut layers.
 
     Attributes:
         step: Number of completed steps.
@@ -129,6 +129,7 @@ class VariantObserver(Callback):
         loader = trainer.train_dataloader
         self._outcome.workers = max((getattr(each, "num_workers", 0) for _, each in list_loaders(loader)), default=0)
         self._outcome.probes["lengths"] = [get_length(getattr(loader, "dataset", None))]
+        self._outcome.plan = "task" if task.parallel_plan else "model" if any(map(_has_plan, task.modules())) else ""
         self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
         parts: list[tuple[str, Any]] = [("data", trainer.datamodule)]  # objects of the user that are not modules
         parts += [(name.replace("_", " "), getattr(loader, name, None)) for name in _LOADER_PARTS]
@@ -172,7 +173,7 @@ class VariantObserver(Callback):
         moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in task.named_parameters():
             if parameter.grad is not None and (task.automatic_optimization or parameter in moved):
-                self._add_event("gradient", name, parameter.grad)
+                self._add_event("gradient", name, mark_packed(parameter.grad, get_packed_parts(parameter)))
 
     def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the loss."""
@@ -212,9 +213,10 @@ class VariantObserver(Callback):
             self._record_optimizers(trainer, task)
 
     def _record_optimizers(self, trainer: Trainer, task: TaskModule) -> None:
+        packed = {name: get_packed_parts(parameter) for name, parameter in task.named_parameters()}
         for name, key, value in iterate_optimizer_state(task, trainer.optimizers):
             if isinstance(value, torch.Tensor):
-                self._add_event("optimizer", f"{key} of {name}", value)
+                self._add_event("optimizer", f"{key} of {name}", mark_packed(value, packed.get(name)))
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the optimizer state, and probe the dataset."""
@@ -224,6 +226,11 @@ class VariantObserver(Callback):
             lengths = self._outcome.probes.get("lengths", [])
             found = probe_dataset(trainer.train_dataloader)
             self._outcome.probes = {"lengths": [*lengths, *found.pop("length", [])], **found}
+
+
+def _has_plan(module: Any) -> bool:
+    """Return True if a module is a model of transformers that has a plan for tensor parallelism."""
+    return hasattr(type(module), "tp_plan") and bool(module.tp_plan)
 
 
 def _digest_tensors(task: TaskModule) -> dict[str, str]:

@@ -27,7 +27,7 @@ def measure_tensors(thing: Any) -> tuple[str, tuple[float, ...]]:
     found, sums = hashlib.sha256(), [0.0] * (1 + _PROJECTIONS)
     for _, tensor in iterate_tensors(thing):
         value = (
-            gather_full_tensor(tensor.detach()).to_dense().cpu().contiguous().clone()
+            gather_full_tensor(tensor.detach(), tensor).to_dense().cpu().contiguous().clone()
         )  # A numpy view would keep FSDP's tensor alive.
         found.update(f"{value.dtype}{tuple(value.shape)}".encode())
         found.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
@@ -173,6 +173,7 @@ class Outcome:
         workers: Number of workers of the training loader.
         by_hand: True if the task uses manual optimization, in which each batch is a step.
         dtypes: All dtypes of losses.
+        plan: The owner of a plan for tensor parallelism: "task", "model" of transformers, or "".
     """
 
     events: list[Event] = field(default_factory=list)
@@ -192,6 +193,7 @@ class Outcome:
     workers: int = 0
     by_hand: bool = False
     dtypes: list[str] = field(default_factory=list)
+    plan: str = ""
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Outcome:
@@ -206,6 +208,8 @@ class Outcome:
 
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
+#: Tolerance for cut layers in float64: Adam divides a gradient that is only rounding, as of a key's bias, by its size.
+CUT_LAYERS = 1e-7
 
 
 @final
@@ -269,10 +273,14 @@ def compute_distance(one: Event, other: Event) -> float:
 
 
 def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Merge the outcomes of all ranks: the step events of rank 0, and the micro-batch events of every rank."""
+    """Merge the outcomes of all ranks: the step events of rank 0, and the micro-batch events of every rank.
+
+    Equal events of ranks that compute the same micro-batch are one event.
+    """
     first = outcomes[0]
     micro_batch_events = [event for outcome in outcomes[1:] for event in outcome.iterate_events(*OF_MICRO_BATCHES)]
-    by_time = sorted([*first.events, *micro_batch_events], key=lambda event: event.when)
+    events = {(event.key, event.digest): event for event in (*first.events, *micro_batch_events)}
+    by_time = sorted(events.values(), key=lambda event: event.when)
     return replace(
         first,
         events=by_time,

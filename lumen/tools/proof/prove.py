@@ -25,7 +25,7 @@ from lumen.tools.proof.causes import (
     explain_failure,
     explain_validation_change,
 )
-from lumen.tools.proof.outcome import FLOAT32, FLOAT64, compare_outcomes, compare_values, merge_outcomes
+from lumen.tools.proof.outcome import CUT_LAYERS, FLOAT32, FLOAT64, compare_outcomes, compare_values, merge_outcomes
 from lumen.tools.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Variant, VariantSize
 from lumen.tools.proof.worker import PREFIX, TrainingBuilder, VariantPool, VariantResult, list_libraries
 
@@ -33,6 +33,8 @@ FP64 = "fp64"
 #: Names of the comparisons, in the order of the table.
 COMPARISONS = ("accumulate", "processes", "validation", "again", "workers", "kills", "evaluation", "checkpoints")
 _READERS: tuple[tuple[str, Name], ...] = (("one", "fsdp"), ("fsdp", "single"), ("ddp", "fsdp"))
+#: Kinds of events that do not depend on the cut of layers over processes.
+_WHOLE_KINDS = ("order", "batch", "loss", "start", "gradient", "parameter", "buffer", "optimizer")
 _STATE_KINDS = ("start", "gradient", "parameter", "buffer", "optimizer")
 
 
@@ -162,9 +164,15 @@ class Prover:
     ) -> list[Callable[[], ProofRow | list[ProofRow]]]:
         """Return the comparisons in the order of the promises. A comparison may wait for runs that started earlier."""
         wanted = self._only
+        names, readers = [*STRATEGIES], [*_READERS]
+        if base.outcome.plan:
+            names.append("mesh")
+            readers.append(("mesh", "single"))
+        elif "processes" in wanted:
+            self.notes.append("no mesh was tried, because the task has no parallel_plan.")
         multi: dict[str, Future[VariantResult]] = {
             name: threads.submit(self._run_variant, Variant(name, 2, name))
-            for name in STRATEGIES
+            for name in names
             if {"processes", "checkpoints"} & wanted
         }
         joined = Variant("joined", joins=True)
@@ -179,16 +187,16 @@ class Prover:
                     before=[run.result() for run in multi.values()][:1],
                 )
             ],
-            "processes": [partial(self._prove_two_processes, one, run, name) for name, run in multi.items()],
+            "processes": [partial(self._prove_two_processes, base, one, run) for run in multi.values()],
             "compile": [partial(self._prove_compiled, base)] if self._compiles else [],
             "validation": [partial(self._prove_validation_neutral, base)],
             "again": [lambda: self._make_row("P2", "run again", base, self._again, tolerance=0.0)],
             "workers": [partial(self._prove_workers, base)],
             "kills": [partial(self._prove_resume, base, moment) for moment in MOMENTS],
-            "evaluation": [partial(self._prove_evaluations, one)],
+            "evaluation": [partial(self._prove_evaluations, one, multi.get("mesh"))],
             "checkpoints": [
                 partial(self._prove_checkpoint_reader, one, multi.get(writer), reader, multi)
-                for writer, reader in _READERS
+                for writer, reader in readers
             ],
         }
         return [job for name, named in jobs.items() if name in {"compile", *wanted} for job in named]
@@ -204,8 +212,16 @@ class Prover:
         )
         return self._make_unproven_row("P1", "two processes", "", 0.0, "not comparable", why)
 
-    def _prove_two_processes(self, one: VariantResult, run: Future[VariantResult], name: str) -> ProofRow:
-        return self._make_row("P1", f"two processes, {name.upper()}", one, run.result())
+    def _prove_two_processes(self, base: VariantResult, one: VariantResult, run: Future[VariantResult]) -> ProofRow:
+        other = run.result()
+        what = f"two processes, {_format_strategy(other.variant.strategy)}"
+        if other.variant.strategy != "mesh":
+            return self._make_row("P1", what, one, other)
+        row = self._make_row("P1", what, one, other, _WHOLE_KINDS, self._cut_tolerance)
+        is_refused = other.failure is not None and other.failure["ours"] == "True"
+        if row.cause is not None and is_refused and base.outcome.plan == "model":
+            row.cause.verdict = "not promised"  # the user did not write the plan, and need not use it
+        return row
 
     def _prove_validation_neutral(self, base: VariantResult) -> ProofRow:
         """Compare parameters and buffers before and after a validation."""
@@ -252,17 +268,18 @@ class Prover:
 
     # ------------------------------------------------------------------ exact evaluation
 
-    def _prove_evaluations(self, one: VariantResult) -> list[ProofRow]:
+    def _prove_evaluations(self, one: VariantResult, mesh: Future[VariantResult] | None) -> list[ProofRow]:
         checkpoint = str(_find_checkpoint(one, self.size))
         first = self._run_variant(Variant("evaluation", resume=checkpoint, evaluates=True))
         if first.failure is None and not first.outcome.values:
             why = "the validation logs no value."
             return [self._make_unproven_row("P3", "evaluation", "", first.seconds, "nothing is evaluated", why)]
         rows = []
-        for name in STRATEGIES:
+        names = STRATEGIES if mesh is None or mesh.result().failure else (*STRATEGIES, "mesh")
+        for name in names:
             variant = Variant(f"evaluation-{name}", 2, name, resume=checkpoint, evaluates=True)
             other = first if first.failure else self._run_variant(variant)
-            rows.append(self._make_row("P3", f"two processes, {name.upper()}", first, other))
+            rows.append(self._make_row("P3", f"two processes, {_format_strategy(name)}", first, other))
         return rows
 
     # ------------------------------------------------------------------ one checkpoint, any reader
@@ -294,7 +311,8 @@ class Prover:
             cause = DifferenceCause("a checkpoint is read with different values", first.name, text)
             cause = self._find_earlier_cause(one, other) or cause
             return self._announce_row(ProofRow("P4", what, "bits", 1.0, other.seconds, cause))
-        return self._make_row("P4", what, one, other, before=before)
+        tolerance = self._cut_tolerance if written.variant.strategy == "mesh" else None
+        return self._make_row("P4", what, one, other, tolerance=tolerance, before=before)
 
     # ------------------------------------------------------------------ judging
 
@@ -328,6 +346,10 @@ class Prover:
         if found.at is None and not wrong:
             return largest, None
         return largest, explain_difference(reference, other, found.at, wrong, exact=tolerance == 0)
+
+    @property
+    def _cut_tolerance(self) -> float:
+        return max(CUT_LAYERS, self._tolerance)
 
     @property
     def _again(self) -> VariantResult:
@@ -385,7 +407,7 @@ class Prover:
 
 
 def _format_strategy(strategy: Name) -> str:
-    return "one device" if strategy == "single" else strategy.upper()
+    return {"single": "one device", "mesh": "Mesh"}.get(strategy, strategy.upper())
 
 
 def _get_last_save(size: VariantSize) -> int:

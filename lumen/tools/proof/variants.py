@@ -21,7 +21,7 @@ NAME = "run"
 #: Callbacks that do not affect the computation, or would end or change a variant.
 _LEFT_OUT = (*SIDE_EFFECT_CALLBACKS, BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer)
 Moment = Literal["training", "validation", "save"]
-Name = Literal["single", "ddp", "fsdp"]
+Name = Literal["single", "ddp", "fsdp", "mesh"]
 MOMENTS: tuple[Moment, ...] = ("training", "validation", "save")
 STRATEGIES: tuple[Name, ...] = ("ddp", "fsdp")
 
@@ -62,7 +62,7 @@ class Variant:
     Attributes:
         name: Name of the variant's folder, and of the run in a certificate.
         world: Number of processes.
-        strategy: Name of the strategy: single, ddp or fsdp.
+        strategy: Name of the strategy: single, ddp, fsdp, or mesh, which cuts layers over all processes.
         exact: True for the user's precision and bitwise comparison. False for float64, in which the order of sums
             changes only the last of 16 digits.
         joins: True to join two batches into each micro-batch, with half as many micro-batches in a step.
@@ -87,6 +87,11 @@ class Variant:
     compiles: bool = False
     fresh: bool = False
 
+    @property
+    def data_world(self) -> int:
+        """Number of processes that read different batches."""
+        return 1 if self.strategy == "mesh" else self.world
+
     def get_changes(
         self, size: VariantSize, folder: Path, arguments: dict[str, Any], precision: str | None
     ) -> dict[str, Any]:
@@ -98,9 +103,7 @@ class Variant:
             arguments: The user's arguments of the trainer.
             precision: The precision of variants that are not exact, or None for the user's.
         """
-        accumulate = size.accumulate // (2 if self.joins else 1) // self.world
-        strategy = arguments.get("strategy")  # A strategy object of this kind keeps the user's settings.
-        is_kind = not isinstance(strategy, str) and type(strategy).__name__.lower() == self.strategy
+        accumulate = size.accumulate // (2 if self.joins else 1) // self.data_world
         changed: dict[str, Any] = {
             **dict.fromkeys(("max_epochs", "max_time", "devices", "num_nodes", "global_batch_size", "profiler"), None),
             **dict.fromkeys(("min_steps", "min_epochs", "num_sanity_val_steps", "overfit_batches", "max_restarts"), 0),
@@ -108,12 +111,12 @@ class Variant:
             **dict.fromkeys(("resume_parts", "grace_s", "gc_every_n_steps"), None),
             "max_steps": size.steps,
             "accumulate_grad_batches": accumulate,
-            "limit_train_batches": size.epoch_steps * accumulate * self.world,
+            "limit_train_batches": size.epoch_steps * accumulate * self.data_world,
             "limit_val_batches": size.val_batches,
             "val_check_interval": size.save_every,
             "check_val_every_n_epoch": 1,
             "log_every_n_steps": 1,
-            "strategy": strategy if is_kind else self.strategy,
+            "strategy": self._choose_strategy(arguments.get("strategy")),
             "accelerator": size.accelerator,
             "compile": (arguments.get("compile") or True) if self.compiles else False,
             "default_root_dir": folder,
@@ -128,6 +131,15 @@ class Variant:
         if arguments.get("init_from") is not None and self.resume is not None:
             changed["init_from"] = None
         return changed
+
+    def _choose_strategy(self, given: Any) -> Any:
+        """Return the strategy; a strategy object of this kind keeps the user's settings."""
+        is_kind = not isinstance(given, str) and type(given).__name__.lower() == self.strategy
+        if self.strategy != "mesh":
+            return given if is_kind else self.strategy
+        from lumen.strategies.mesh import Mesh  # slow to import, and most tasks have no plan
+
+        return (given if is_kind else Mesh()).resize(tensor=self.world)
 
     def choose_callbacks(self, arguments: Any, size: VariantSize) -> list[Callback]:
         """Return the user's callbacks except those in `_LEFT_OUT`, and a callback that saves checkpoints."""

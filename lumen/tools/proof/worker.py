@@ -168,7 +168,7 @@ def run_variant(
         place: An existing directory for the run.
         outcome: The record to add to.
     """
-    observer = VariantObserver(outcome, size.save_every, modules=not variant.compiles)
+    observer = VariantObserver(outcome, size.save_every, modules=not variant.compiles and variant.strategy != "mesh")
 
     def change(arguments: dict[str, Any]) -> dict[str, Any]:
         added: list[Callback] = [] if variant.evaluates else [observer]
