@@ -28,7 +28,7 @@ class PlacedParameters(NamedTuple):
     Attributes:
         name: The name, with `*` for the numbers of layers.
         shape: Shape of the whole parameter, such as 48x16.
-        dtype: The dtype.
+        dtype: Name of the dtype, without `torch.`.
         part: Shape of the part on the first process; no other process has a larger part.
         divided: Names and sizes of the mesh dimensions over which the parameter is divided, such as "tensor 2", and the
             divided dimensions of the parameter.
