@@ -14,7 +14,7 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
 from lumen.strategies.fsdp import FSDP
 from lumen.strategies.fsdp_task import ShardedTask
-from lumen.strategies.sequence import draw_whole_dropout
+from lumen.strategies.sequence import cut_dropouts
 from lumen.strategies.tensor_parallel import TensorParallel
 from lumen.task.task_module import TaskModule
 
@@ -153,4 +153,4 @@ class Mesh(FSDP):
             )
         if not getattr(task, "automatic_optimization", True):
             raise ConfigError(f"Mesh: context = {context.size} needs automatic optimization in {name}.")
-        draw_whole_dropout(task, dim)
+        cut_dropouts(task, dim, context)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from lumen.data.nested import iterate_tensors, map_leaves
 from lumen.distributed.context import Context, get_context
 from lumen.errors import ConfigError
+from lumen.strategies.cut_dropout import Cut, cut_dropout
 
 
 def cut_sequences(batch: Any, dim: int, context: Context) -> Any:
@@ -53,23 +52,18 @@ def _map_sequences(batch: Any, dim: int, function: Callable[[torch.Tensor], torc
     return map_leaves(batch, convert)
 
 
-def draw_whole_dropout(task: nn.Module, dim: int) -> None:
+def cut_dropouts(task: nn.Module, dim: int, context: Context) -> None:
     """Let `nn.Dropout` modules draw numbers for whole sequences, and use this process's part of them.
 
     Args:
         task: The task with the modules.
         dim: The dimension of the sequence in inputs of these modules.
+        context: The processes that share sequences.
     """
-    for module in task.modules():
+
+    def get_cut() -> Cut | None:
+        return None if get_context() is None else Cut(dim, context.rank, context.size)
+
+    for name, module in task.named_modules():
         if type(module) is nn.Dropout:
-            module.forward = partial(_drop_part, module, dim)  # type: ignore[method-assign]
-
-
-def _drop_part(module: nn.Dropout, dim: int, x: torch.Tensor) -> torch.Tensor:
-    context = get_context()
-    if context is None or not module.training or not module.p:
-        return F.dropout(x, module.p, module.training, module.inplace)
-    shape = [*x.shape]
-    shape[dim] *= context.size
-    factors = F.dropout(x.new_ones(shape), module.p).narrow(dim, context.rank * x.shape[dim], x.shape[dim])
-    return x.mul_(factors) if module.inplace else x * factors
+            cut_dropout(module, name, get_cut)

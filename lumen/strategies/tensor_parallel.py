@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.nn import functional as F
 
-from lumen.distributed.context import get_context
 from lumen.distributed.dtensor import mark_packed
 from lumen.errors import ConfigError
 from lumen.errors.arguments import suggest_names
 from lumen.internals.fully_shard import allow_anomaly_checks
 from lumen.internals.tensors import get_direct_parameters, get_gradient_hooks, set_gradient_hooks
+from lumen.strategies.cut_dropout import Cut, cut_dropout
 from lumen.strategies.region_check import RegionCheck
 from lumen.task.materialize import redirect_references
 from lumen.task.task_module import TaskModule
@@ -105,7 +105,7 @@ class TensorParallel:
         cuts: dict[int, tuple[str, _Cut]] = {}
         for name, style in styles.items():
             if style.kind is nn.Dropout:
-                vars(self._names[name])["forward"] = partial(self._drop, name, self._names[name], style.dim)
+                cut_dropout(cast(nn.Dropout, self._names[name]), name, partial(self._get_cut, style.dim))
             else:
                 self._cut_layer(name, style, cuts)
         self._packed = {self._names[name]: style.parts for name, style in styles.items() if style.parts > 1}
@@ -218,22 +218,8 @@ class TensorParallel:
     def _give_whole(self, layer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output if self._is_bypassed else output.redistribute(mesh, [Replicate()]).to_local()
 
-    def _drop(self, name: str, layer: Any, dim: int, features: torch.Tensor) -> torch.Tensor:
-        """Return this process's share of the features after dropout, with the mask that one process draws."""
-        if self._is_bypassed or not layer.training or layer.p == 0 or not features.numel():
-            return F.dropout(features, layer.p, layer.training, layer.inplace)
-        if get_context() is not None:
-            raise ConfigError(
-                f"parallel_plan: {name}: context cuts sequences, and dropout of features that are cut too is not "
-                "supported. Set the probability of this dropout to 0, or context: 1."
-            )
-        if dim >= features.dim():
-            raise ConfigError(
-                f"parallel_plan: {name}: colwise:{dim} names dimension {dim}, but the input has {features.dim()} "
-                "dimensions, counted from 0."
-            )
-        mask = _draw_mask(layer, features, dim, self._mesh.get_local_rank(), self._mesh.size())
-        return features.mul_(mask) if layer.inplace else features * mask
+    def _get_cut(self, dim: int) -> Cut | None:
+        return None if self._is_bypassed else Cut(dim, self._mesh.get_local_rank(), self._mesh.size())
 
     def _sum_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sum of a gradient over the processes that compute a layer together. Collective."""
@@ -250,31 +236,6 @@ class TensorParallel:
             yield
         finally:
             self._is_bypassed = False
-
-
-def _draw_mask(layer: nn.Dropout, features: torch.Tensor, dim: int, rank: int, count: int) -> torch.Tensor:
-    """Return a process's share of the mask that one process draws: 0, or the scale of a kept feature.
-
-    Torch draws in the order of memory, and in place by another function, so the mask is drawn for ones with the layout
-    of all features. The generators of the processes have equal states.
-
-    Args:
-        layer: The dropout layer, which gives the probability.
-        features: The share of the features, not empty.
-        dim: The dimension in which the features are cut.
-        rank: The number of the share.
-        count: The number of shares, which have equal sizes.
-    """
-    dim, shape, strides = dim % features.dim(), [*features.shape], [*features.stride()]
-    inner = strides[dim], -dim
-    for each, stride in enumerate(strides):
-        strides[each] = stride * count if (stride, -each) > inner else stride
-    start, length = rank * shape[dim], shape[dim]
-    shape[dim] *= count
-    storage = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    ones = torch.ones(storage, dtype=features.dtype, device=features.device).as_strided(shape, strides)
-    # The backward keeps the copy of the share only.
-    return F.dropout(ones, layer.p, inplace=layer.inplace).narrow(dim, start, length).clone()
 
 
 def find_plan(task: nn.Module) -> dict[str, str]:

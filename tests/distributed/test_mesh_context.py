@@ -24,6 +24,7 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.cut = nn.Dropout(0.2, inplace=True)
 
     def mix(self, x, documents):
         q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
@@ -31,14 +32,14 @@ class Block(nn.Module):
 
     def forward(self, x, documents):
         x = x + self.drop(self.out(self.mix(x, documents).transpose(1, 2).flatten(2)))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+        return x + self.drop(self.down(self.cut(F.gelu(self.up(self.norm(x))))))
 
 
 class Model(lumen.TaskModule):
     """Language model of packed documents, whose loss is a mean over tokens that are not 0."""
 
     sequence_dim = 1
-    parallel_plan = {f"blocks.*.{name}": "colwise" for name in ["q", "k", "v", "up"]} | {
+    parallel_plan = {f"blocks.*.{name}": "colwise" for name in ["q", "k", "v", "up", "cut"]} | {
         "blocks.*.out": "rowwise",
         "blocks.*.down": "rowwise",
     }
