@@ -19,7 +19,7 @@ check_attributes("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_
      "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 check_attributes("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
 check_attributes("Lumen", torch.UntypedStorage, "_cdata")
-check_attributes("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm",
+check_attributes("Lumen", torch, "_foreach_add_", "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm",
     "_foreach_copy_", "_foreach_lerp_")  # fmt: skip
 check_attributes("Lumen", torch.ops.aten.zero_.default, "_schema")
 if "TorchDispatchMode" not in globals():
@@ -148,6 +148,11 @@ def set_gradient_hooks(parameter: Any, hooks: Hooks) -> None:
 def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply one or more tensors in place by one factor, in a few kernels."""
     torch._foreach_mul_(tensors, factor)
+
+
+def add_to_all(tensors: list[torch.Tensor], number: float) -> None:
+    """Add a number to all tensors, in a few kernels."""
+    torch._foreach_add_(tensors, number)
 
 
 def clamp_all(tensors: list[torch.Tensor], limit: float) -> None:

@@ -10,6 +10,7 @@ forward too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,9 +42,10 @@ def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch
         micro_batches = list(window)
         for micro in micro_batches:
             micro.set_weight(0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch)))
-        (total,) = run.processes.all_reduce_sum([sum(micro.weight for micro in micro_batches)])
+        weights = run.step.weighting.spread_weights([micro.weight for micro in micro_batches], len(window.sizes))
         # In tensor parallelism several processes compute the same batch, whose weight counts once.
-        planned = total * run.strategy.data_world_size / run.processes.world_size
+        shared_by = run.processes.world_size // run.strategy.data_world_size
+        planned = math.fsum(run.processes.all_reduce_sum(weights)) / shared_by
     # If `training_step` returns the weights, their sum is known after the forwards only. The losses are then divided
     # by `weight_guess`, and the gradients are corrected in the end.
     run.step.weighting.begin_step(planned, len(window.sizes), run.progress.weight_guess)

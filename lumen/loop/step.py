@@ -184,6 +184,8 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
     plan, optim = run.plan, run.optim
     # fp16 has multiplied the losses by its scale. Hooks and thresholds need the gradients without the scale.
     run.precision.unscale(optim.optimizer)
+    if optim.is_exact:
+        optim.remove_negative_zeros()
     # If `training_step` returned the weights, the losses were divided by a guess of the sum of weights. The factor
     # guess / sum corrects the gradients. Under fp16 it includes the number of processes, which could have made a loss
     # overflow.

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lumen.distributed.dtensor import get_local_tensor, is_sharded
+from lumen.distributed.dtensor import gather_full_tensor, get_local_tensor, is_sharded
 from lumen.errors import ConfigError
-from lumen.internals.tensors import clamp_all, compute_max_abs, multiply_all
+from lumen.internals.tensors import add_to_all, clamp_all, compute_max_abs, multiply_all
 
 
 def list_parameters(optimizer: Any) -> list[nn.Parameter]:
@@ -29,18 +29,29 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         multiply_all(gradients, factor)  # In a sparse gradient torch multiplies the rows.
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def remove_negative_zeros(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace -0.0 in all gradients by 0.0: a sum that some process begins with zeros is never -0.0."""
+    if gradients := _list_local_gradients(parameters):
+        add_to_all(gradients, 0.0)
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *, exact: bool = False) -> torch.Tensor:
     """Clip the gradients by their norm over all parameters.
 
     Collective if gradients are sharded (`DTensor`): every rank must call this.
+
+    Args:
+        parameters: The parameters.
+        max_norm: The largest norm.
+        exact: True to compute the norm from unsharded gradients, so that it is bitwise identical for any sharding.
 
     Returns:
         The norm before clipping: a scalar tensor on the device of the gradients.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if _are_sharded(gradients):
-        norm = _compute_norm_over_meshes(gradients)
+    if gradients and (exact or _are_sharded(gradients)):
+        norm = _compute_exact_norm(gradients) if exact else _compute_norm_over_meshes(gradients)
         multiply_all(list(map(get_local_tensor, gradients)), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
     try:
@@ -49,12 +60,21 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
         return nn.utils.clip_grad_norm_(_replace_sparse(parameters), max_norm)
 
 
-def compute_total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return the norm of the gradients over all parameters: a scalar tensor.
+def compute_total_norm(parameters: Iterable[nn.Parameter], *, exact: bool = False) -> torch.Tensor:
+    """Return the norm of the gradients over all parameters: a scalar tensor; see `clip_grad_norm`.
 
     Collective if gradients are sharded (`DTensor`): every rank must call this.
     """
+    if exact:
+        return _compute_exact_norm([each.grad for each in parameters if each.grad is not None])
     return _compute_norm_over_meshes([each.grad for each in _replace_sparse(parameters) if each.grad is not None])
+
+
+def _compute_exact_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of gradients, each of which is gathered and contiguous, so that its sum has one order."""
+    wholes = (gather_full_tensor(gradient).contiguous() for gradient in gradients)
+    norms = [torch.linalg.vector_norm(whole) for whole in wholes]
+    return torch.linalg.vector_norm(_move_to_one_device(norms)) if norms else torch.zeros(())
 
 
 def _compute_norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor:

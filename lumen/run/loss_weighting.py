@@ -44,6 +44,8 @@ class LossWeighting:
             sums. None for a single process.
         gather: Function that returns the first weights of all processes; None for a single process.
         keeps_losses: True if a callback reads the loss of a step.
+        exact_rank: The data rank of this process if gradients are summed in the order of micro-batches: then all values
+            are bitwise identical on any number of processes. None if gradients are averaged.
 
     Attributes:
         is_set_by_task: True if the known weights come from the task's `batch_weight`, False if they are numbers of
@@ -66,13 +68,17 @@ class LossWeighting:
         start_sum: StartSum | None = None,
         gather: Callable[[FirstWeight], list[FirstWeight]] | None = None,
         keeps_losses: bool = False,
+        exact_rank: int | None = None,
     ) -> None:
         self.losses: list[torch.Tensor] | None = [] if keeps_losses else None
         self.is_set_by_task = is_set_by_task
         # DDP and FSDP average gradients over the processes, but a step needs their sum. Multiplying the loss by the
         # number of processes costs nothing. Under fp16 a loss so enlarged could overflow, so the gradients are
         # multiplied instead.
-        self._loss_multiplier, self._gradient_multiplier = (1, data_world_size) if uses_scaler else (data_world_size, 1)
+        averaged = data_world_size if exact_rank is None else 1
+        self._loss_multiplier, self._gradient_multiplier = (1, averaged) if uses_scaler else (averaged, 1)
+        self._exact_rank = exact_rank
+        self._guesses_first = uses_scaler or (exact_rank is None and data_world_size == 1)
         self._start_sum, self._gather = start_sum, gather
         self._data_world_size, self._processes_per_data_rank = data_world_size, processes_per_data_rank
         self._context_size = context_size
@@ -90,13 +96,14 @@ class LossWeighting:
         """
         self.total, self.planned = 0.0, planned
         self.losses = None if self.losses is None else []
-        self._is_single_micro_batch = micro_batches == self._data_world_size == 1
+        self._weights: list[float] = []
+        self._is_single_micro_batch = micro_batches == 1 and (
+            self._data_world_size == 1 or self._exact_rank is not None
+        )
         self._micro_batches, self._guess = micro_batches, guess or 1.0
         # Only fp16 needs a guess of the right magnitude, to keep gradients in its range. In other precisions 1.0 is as
         # good. There a single process makes the guess, because that is free; several processes skip its collective.
-        self.needs_guess = (
-            not guess and not self.is_set_by_task and (self._data_world_size == 1 or self._gradient_multiplier > 1)
-        )
+        self.needs_guess = not guess and not self.is_set_by_task and self._guesses_first
         self.has_returned_weights: bool | None = None  # None until the first loss of the step
         self._sums: Callable[[], list[float]] | None = None  # waits for the sums over the processes
         self._flags: list[bool] = []
@@ -146,6 +153,8 @@ class LossWeighting:
             if self.has_returned_weights:
                 # The sum of returned weights is unknown until the last forward, except for a single micro-batch.
                 self.planned = weight if self._is_single_micro_batch else self._guess
+        if self._exact_rank is not None:  # Such a step is never repeated in parts.
+            self._weights.append(weight)
         self.total += weight  # `planned` is 0 only if all known weights are 0: then the step makes no update.
         return self._loss_multiplier * weight / self.planned if self.planned else 0.0
 
@@ -183,8 +192,25 @@ class LossWeighting:
         self._flags = list(flags)
         if self._start_sum is not None:
             # A flag travels as 0.0 or 1.0, so its sum is the number of processes that have set it.
-            numbers = self.total, self.has_returned_weights is True, self.has_returned_weights is False, *flags
-            self._sums = self._start_sum(list(map(float, numbers)))
+            numbers = self.has_returned_weights is True, self.has_returned_weights is False, *flags
+            exact = self._exact_rank is not None
+            weights = self.spread_weights(self._weights, self._micro_batches) if exact else [float(self.total)]
+            self._sums = self._start_sum([*map(float, numbers), *weights])
+
+    def spread_weights(self, weights: list[float], micro_batches: int) -> list[float]:
+        """Return numbers whose sums over the processes `math.fsum` adds to the sum of all weights.
+
+        Args:
+            weights: The weights of this process in the step.
+            micro_batches: Number of micro-batches of all processes in the step.
+        """
+        if self._exact_rank is None:
+            return [sum(weights)]
+        # Each weight has a place of its own, where the other processes have 0. The exact sum is rounded once.
+        rounds = -(-micro_batches // self._data_world_size)
+        places = [0.0] * (rounds * self._data_world_size)
+        places[self._exact_rank * rounds : self._exact_rank * rounds + len(weights)] = weights
+        return places
 
     def finish_sum(self) -> list[bool]:
         """Wait for the sums over the processes.
@@ -196,16 +222,19 @@ class LossWeighting:
             TrainingError: `training_step` returned weights on some processes only.
         """
         if self._sums is None:
+            self.total = self.total if self._exact_rank is None else math.fsum(self._weights)
             return self._flags
-        (total, with_weight, without_weight, *flags), self._sums = self._sums(), None
-        self.total = total / self._processes_per_data_rank  # All processes of a data rank have added the same weights.
+        (with_weight, without_weight, *rest), self._sums = self._sums(), None
+        flags, weights = rest[: len(self._flags)], rest[len(self._flags) :]
+        # All processes of a data rank have added the same weights.
+        self.total = math.fsum(weights) / self._processes_per_data_rank
         if with_weight and without_weight:
             raise _make_mixed_weights_error()
         if with_weight or without_weight:
             self.has_returned_weights = bool(with_weight)
         if self.has_returned_weights and not self._is_single_micro_batch:
             # A process without a loss learns only here that the other processes have divided by the guess.
-            self.planned = self._guess
+            self.planned = self.total if self._is_single_micro_batch else self._guess
         return [flag > 0 for flag in flags]
 
     @property

@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 from lumen.internals.optimizers import StepGuard, drop_gradients
 from lumen.optim import MultiOptimizer, needs_closure
 from lumen.run.configure_optimizers import check_parameters_held, guard_steps
-from lumen.run.gradients import clip_grad_norm, clip_grad_value, list_parameters, scale_gradients
+from lumen.run.gradients import (
+    clip_grad_norm,
+    clip_grad_value,
+    list_parameters,
+    remove_negative_zeros,
+    scale_gradients,
+)
 from lumen.run.manual import ManualOptimization
 from lumen.run.scheduler_config import SchedulerConfig
 from lumen.task.hooks import OPTIMIZATION_METHODS, is_overridden
@@ -32,6 +38,7 @@ class Optimization:
         schedulers: Schedulers, each with the interval of its steps.
         manual: Manual optimization of the task; None in automatic optimization.
         needs_closure: True if the optimizer evaluates a step's loss several times.
+        is_exact: True if gradients are summed in the order of micro-batches, and norms are computed from whole tensors.
         backward: The task's `backward` if the task overrides it; else None.
         overridden_hooks: Names of the parts of a step that the task overrides.
         built_groups: Names of the parameters in each group of the optimizer when it was built.
@@ -48,7 +55,7 @@ class Optimization:
         self._guards: list[StepGuard] = []
         self.schedulers: list[SchedulerConfig] = []
         self.manual: ManualOptimization | None = None
-        self.needs_closure = False
+        self.needs_closure = self.is_exact = False
         self.backward: Callable[[torch.Tensor], None] | None = None
         self.overridden_hooks: frozenset[str] = frozenset()
         self.teachers: list[Teacher] = []
@@ -61,6 +68,7 @@ class Optimization:
         optimizer: Optimizer,
         schedulers: list[SchedulerConfig],
         *,
+        is_exact: bool,
         may_step: Callable[[], bool],
         make_manual: Callable[[list[Optimizer]], ManualOptimization],
     ) -> None:
@@ -69,11 +77,12 @@ class Optimization:
         Args:
             optimizer: The optimizer that trains the task.
             schedulers: Configured schedulers of the optimizer.
+            is_exact: True if gradients are summed in the order of micro-batches.
             may_step: Function that returns True if a call of an optimizer's `step` is allowed.
             make_manual: Function that makes the manual optimization of a list of optimizers.
         """
         task = self._task
-        self.optimizer, self.schedulers = optimizer, schedulers
+        self.optimizer, self.schedulers, self.is_exact = optimizer, schedulers, is_exact
         self._guards = [
             guard_steps(each, may_step, is_manual=not task.automatic_optimization) for each in self.optimizers
         ]
@@ -155,6 +164,10 @@ class Optimization:
         else:
             drop_gradients(self.optimizer)
 
+    def remove_negative_zeros(self) -> None:
+        """Replace -0.0 in the gradients by 0.0."""
+        remove_negative_zeros(self.parameters)
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
         scale_gradients(self.parameters, factor)
@@ -165,7 +178,7 @@ class Optimization:
         Returns:
             The norm before clipping: a scalar tensor.
         """
-        return clip_grad_norm(list_parameters(optimizer or self.optimizer), max_norm)
+        return clip_grad_norm(list_parameters(optimizer or self.optimizer), max_norm, exact=self.is_exact)
 
     def clip_grad_value(self, max_value: float, optimizer: Any = None) -> None:
         """Clamp the gradients, or the gradients of one optimizer, to [-max_value, max_value]."""

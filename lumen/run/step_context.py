@@ -120,7 +120,7 @@ class StepContext:
             data_world_size=data_ranks, processes_per_data_rank=processes // data_ranks,
             context_size=data_ranks // count_training_parts(self._strategy),
             uses_scaler=self._precision.handles_overflow, start_sum=start_sum if processes > 1 else None, gather=gather,
-            keeps_losses=keeps_losses,
+            keeps_losses=keeps_losses, exact_rank=self._strategy.data_rank if self._strategy.is_exact else None,
         )  # fmt: skip
 
     def begin_step(self, window: AccumulationWindow) -> None:

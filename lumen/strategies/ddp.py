@@ -21,6 +21,7 @@ from lumen.errors.lightning_names import INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRAT
 from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import check_reducer_names, end_backward, exclude_expanded_buffers
 from lumen.internals.tensors import compute_norms, get_direct_buffers
+from lumen.strategies.ordered_sum import OrderedSum
 from lumen.strategies.step_module import AdditionMonitor, StepModule, describe_unused, refuse_sparse
 from lumen.strategies.strategy import NORM_TOLERANCE, RankInvariant, Strategy, sync_buffers
 
@@ -86,6 +87,7 @@ class DDP(Strategy):
         self._needs_zero_backward = not (find_unused_parameters or static_graph)
         self._task: nn.Module
         self._is_manual = False
+        self._sums: OrderedSum | None = None
         self._ddp: DistributedDataParallel | None = None
         self._has_started = False  # True after a backward of the step that does not communicate
         self._checkpoint_count = 0  # reentrant checkpoints before the forward in progress
@@ -100,6 +102,17 @@ class DDP(Strategy):
     def numerics(self) -> dict[str, str | bool | None]:
         """Settings that change the computed values and differ from the default, by name."""
         return {"gradient_compression": self._compression, "broadcast_buffers": self._broadcast_buffers and None}
+
+    def set_reduction(self, *, exact: bool) -> None:
+        """Set how gradients are summed.
+
+        Raises:
+            ConfigError: An argument of this strategy does not allow exact sums.
+        """
+        if exact and (self._compression or self._options["static_graph"]):
+            name = "gradient_compression" if self._compression else "static_graph"
+            raise ConfigError(f"reduction: exact does not support {name} of DDP. Remove one of the two.")
+        self.is_exact = exact
 
     def connect(self) -> None:
         """Open the process groups."""
@@ -120,6 +133,7 @@ class DDP(Strategy):
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._buffers = [get_direct_buffers(module) for module in self._task.modules()]
         self._unwrap_task()
+        self._sums = OrderedSum(self.processes) if self.is_exact and self.processes.world_size > 1 else None
         if any(self._trained) and not self._is_manual:
             # A parameter that no rank uses must have no gradient, even on a rank without a batch.
             steps = StepModule(self._task, has_anchor=self._options["find_unused_parameters"]).to(self.device)
@@ -129,7 +143,10 @@ class DDP(Strategy):
                 steps, process_group=self.processes.gradient_group, **self._options, **_NO_BUFFERS
             )
             check_reducer_names(self._ddp)
-            if self._compression is not None:
+            if self._sums is not None:
+                # A function with annotations would have to have those of torch's own hooks.
+                self._ddp.register_comm_hook(self._sums, lambda sums, bucket: sums.sum_bucket(bucket))
+            elif self._compression is not None:
                 self._ddp.register_comm_hook(None, _COMM_HOOKS[self._compression])
             if self._needs_zero_backward and self.processes.world_size > 1:
                 self._run_zero_backward(self._ddp)
@@ -163,6 +180,8 @@ class DDP(Strategy):
             or self._have_parameters_changed()
         ):
             self._wrap_task()
+        if self._sums is not None:
+            self._sums.begin_step()
 
     def _have_parameters_changed(self) -> bool:
         """Return True if the task's parameters are no longer the wrapped parameters."""
@@ -192,14 +211,24 @@ class DDP(Strategy):
         if args[0] is None or self._ddp is None or self._options["static_graph"]:
             return
         if self._ddp.require_backward_grad_sync and self._checkpoint_count != count_reentrant_checkpoints():
+            if self._sums is not None:
+                raise ConfigError(
+                    "reduction: exact does not support torch.utils.checkpoint with use_reentrant=True, whose backward "
+                    "adds to a gradient several times. Use use_reentrant=False."
+                )
             self._ddp.require_backward_grad_sync, self._is_reduction_deferred = False, True
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Communicate gradients only in the last backward of a step.
+        """Communicate gradients only in the last backward of a step; with exact sums in each.
 
         Raises:
             ConfigError: A step has several micro-batches, with `static_graph`.
         """
+        if self._sums is not None and self._ddp is not None:
+            self._sums.begin_micro_batch(last=last)
+            for parameter in self._parameters:  # the hook gets the gradient of this micro-batch alone
+                parameter.grad = None
+            return _NO_CONTEXT
         if last or self._ddp is None:
             return _NO_CONTEXT
         self._has_started = True

@@ -26,6 +26,7 @@ from lumen.errors.lightning_names import INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRAT
 from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_modules, find_units, list_outermost
+from lumen.strategies.ordered_sum import OrderedSum
 from lumen.strategies.step_module import AdditionMonitor, describe_unused, refuse_sparse
 from lumen.strategies.strategy import RankInvariant, Strategy, sync_buffers
 
@@ -130,6 +131,7 @@ class FSDP(Strategy):
         self._unshard_in_evaluation = unshard_in_evaluation
         self._task: nn.Module
         self._sharded: ShardedTask
+        self._sums: OrderedSum | None = None
         self._has_zero_loss = False
         self._gathers_once = True
         self._additions: AdditionMonitor | None = None
@@ -156,6 +158,19 @@ class FSDP(Strategy):
         names: dict[str, str | bool | None] = {name: str(dtype) for name, dtype in dtypes.items() if dtype is not None}
         return names | {"broadcast_buffers": self._broadcast_buffers and None}
 
+    def set_reduction(self, *, exact: bool) -> None:
+        """Set how gradients are summed.
+
+        Raises:
+            ConfigError: An argument of this strategy does not allow exact sums.
+        """
+        if exact and (dtypes := [name for name in self.numerics if name.endswith("_dtype")]):
+            raise ConfigError(
+                f"reduction: exact does not support {dtypes[0]} of {type(self).__name__}, which rounds differently from "
+                "one process. Remove one of the two; precision: bf16 and fp16 are supported."
+            )
+        self.is_exact = exact
+
     def connect(self) -> None:
         """Open the process groups and make the device mesh: `shard`, or `replicate` x `shard`.
 
@@ -166,6 +181,8 @@ class FSDP(Strategy):
         self.processes.connect(self.device, **self._timeouts)
         self.device_mesh = self._open_mesh(self._choose_mesh())
         self.context = self._open_context()
+        if self.is_exact and self.processes.world_size > 1:
+            self._refuse_inexact(self.device_mesh)
         if not isinstance(self._reshard, bool) and self._shard_mesh.size(-1) % self._reshard:
             raise ConfigError(
                 f"FSDP: reshard_after_forward = {self._reshard} does not divide the {self._shard_mesh.size(-1)} "
@@ -188,6 +205,16 @@ class FSDP(Strategy):
         if self.processes.world_size > 1:
             self.processes.include(_meshes[key].get_all_groups())
         return _meshes[key]
+
+    def _refuse_inexact(self, mesh: DeviceMesh) -> None:
+        """Refuse sizes of a mesh with which gradients cannot be summed in the order of micro-batches."""
+        names = mesh.mesh_dim_names or ()
+        if "tensor" in names:
+            raise ConfigError("reduction: exact does not support Mesh(tensor=...). Set tensor to 1, or remove reduction.")
+        if self.context is not None:
+            raise ConfigError("reduction: exact does not support Mesh(context=...). Set context to 1, or remove reduction.")
+        if mesh.size(-1) == 1:
+            raise ConfigError("reduction: exact needs shards of parameters. Replicas without shards are strategy: ddp.")
 
     def _choose_mesh(self) -> dict[str, int]:
         """Return the sizes of the device mesh, by name of dimension."""
@@ -217,7 +244,7 @@ class FSDP(Strategy):
         self._task = task
         options = (
             self.device_mesh, self._wrap, self._reshard, self._offload, self._policy, self._output_dtype,
-            self._buffer_dtype, self._checkpointed,
+            self._buffer_dtype, self._checkpointed, self.is_exact,
         )  # fmt: skip
         earlier, sharded = vars(task).get("_sharded", (None, None))
         if sharded is None:
@@ -231,6 +258,9 @@ class FSDP(Strategy):
         else:
             sharded.clear_step()
         self._sharded, self._additions = sharded, AdditionMonitor()
+        self._sums = OrderedSum(self.processes) if self.is_exact and self.processes.world_size > 1 else None
+        if self._sums is not None:
+            sharded.sum_in_order(self._sums, self.device_mesh.size() // self.device_mesh.size(-1), self.processes.rank)
         compares_units = self._find_unused and self.processes.world_size > 1
         sharded.all_reduce_sum = self.processes.all_reduce_sum if compares_units else None
         self._gathers_once = self._shard_mesh.size(-1) == 1 or self._should_unshard()
@@ -278,6 +308,8 @@ class FSDP(Strategy):
             self._additions.has_additions = False
             self._refuse_added()
         self._sharded.refresh_units()
+        if self._sums is not None:
+            self._sums.begin_step()
         if self._broadcast_buffers:
             sync_buffers(self, self._task)
 
@@ -298,7 +330,9 @@ class FSDP(Strategy):
     def gradient_sync(self, *, last: bool) -> Iterator[None]:
         """Communicate gradients in the last backward only, unless `reduce_every_backward`."""
         keep = not last and self._reshard is False
-        self._sharded.begin_micro_batch(sync=last or self._reduce_every_backward, keep=keep)
+        self._sharded.begin_micro_batch(sync=last or self._reduce_every_backward or self._sums is not None, keep=keep)
+        if self._sums is not None:
+            self._sums.begin_micro_batch(last=last)
         try:
             with use_context(self.context):
                 yield

@@ -28,6 +28,7 @@ from lumen.internals.tensors import (
 )
 from lumen.metrics.torchmetrics_states import find_metrics
 from lumen.strategies.fsdp_units import list_outermost
+from lumen.strategies.ordered_sum import OrderedScatter, OrderedSum
 from lumen.strategies.step_module import StepModule
 from lumen.task.materialize import redirect_references
 
@@ -268,6 +269,19 @@ class ShardedTask:
     def _describe_units(self) -> str:
         names = [name for name, module in self.root.task.named_modules() if module in self.units]
         return format_first_names(names) or "none"
+
+    def sum_in_order(self, sums: OrderedSum, replicas: int, rank: int) -> None:
+        """Sum gradients in the order of micro-batches.
+
+        Args:
+            sums: The sums of this process.
+            replicas: Number of groups of processes that hold all parameters.
+            rank: The rank of this process.
+        """
+        for unit in self.units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # a factor in the communication needs NCCL
+            unit.set_custom_reduce_scatter(OrderedScatter(sums, replicas, rank))
 
     def begin_micro_batch(self, *, sync: bool, keep: bool) -> None:
         """Prepare for a micro-batch.

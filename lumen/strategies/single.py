@@ -42,6 +42,10 @@ class SingleDevice(Strategy):
         self.device = torch.device(device)
         self._task: nn.Module | None = None
 
+    def set_reduction(self, *, exact: bool) -> None:
+        """Set how gradients are summed: on one process always in the order of micro-batches."""
+        self.is_exact = exact
+
     def connect(self) -> None:
         """Make the device the current one, so that tensors created on "cuda" are on this device."""
         self.processes.set_timeouts(*self._timeouts)

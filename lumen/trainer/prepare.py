@@ -286,8 +286,9 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         check_plan(task, run.plan)
     make_manual = partial(ManualOptimization, task, run.hooks, run.precision, run.strategy, run.step)
     optim.set_optimizer(
-        *built, may_step=lambda: run.step.is_updating or not run.log.in_train_step, make_manual=make_manual
-    )
+        *built, is_exact=run.strategy.is_exact, make_manual=make_manual,
+        may_step=lambda: run.step.is_updating or not run.log.in_train_step,
+    )  # fmt: skip
     for each in optim.optimizers:
         run.strategy.check_optimizer(each)
     optim.record_built(get_group_names(task, optim.optimizer), get_configured_settings(run), get_modes(task))

@@ -443,7 +443,8 @@ class RunView:
 
         In `on_before_optimizer_step` the gradient is not clipped yet. Collective: every rank must call this.
         """
-        return compute_total_norm(dict.fromkeys(self.run.optim.parameters))  # manual optimizers may share parameters
+        optim = self.run.optim
+        return compute_total_norm(dict.fromkeys(optim.parameters), exact=optim.is_exact)  # manual ones may share them
 
     # ------------------------------------------------------------------ arguments, and processes
 

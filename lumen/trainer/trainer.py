@@ -83,6 +83,8 @@ class Trainer(RunView):
         global_batch_size: Samples per optimizer step on any hardware. Lumen computes the number of micro-batches from
             the loader's batch size.
         accumulate_grad_batches: Micro-batches per step, without `global_batch_size`; `{4: 8}`: 8 from epoch 4 on.
+        reduction: `exact`: sum the gradients of a step in the order of micro-batches, so that a run is bitwise
+            identical on any number of processes (docs/concepts/same-bits.md). Default: the fastest order.
         gradient_clip_val: Largest gradient norm, or largest gradient element. Default, and 0: no clipping.
         gradient_clip_algorithm: `norm` or `value`.
         val_check_interval: Interval between validations: a float is a fraction of an epoch, an int counts optimizer
@@ -173,6 +175,7 @@ class Trainer(RunView):
         compile: bool | str | list[str] | dict[str, Any] | None = False,
         global_batch_size: int | None = None,
         accumulate_grad_batches: int | dict[int, int] = 1,
+        reduction: Literal["exact"] | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         val_check_interval: int | float | Duration = 1.0,
@@ -231,6 +234,7 @@ class Trainer(RunView):
         check_positive(grace_s=grace_s)
         gradient_clip_val = gradient_clip_val or None
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
+        self.strategy.set_reduction(exact=reduction == "exact")
         self.precision = precision
         make_precision(precision).check(self.strategy.device, self.strategy.parameter_device)
         self.matmul_precision, self.benchmark = matmul_precision, benchmark

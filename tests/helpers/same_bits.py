@@ -1,0 +1,114 @@
+"""Language model whose runs with exact sums are compared bit by bit."""
+
+import hashlib
+import random
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import lumen
+from lumen.distributed.dtensor import gather_full_tensor
+from tests.helpers.tasks import quiet_trainer
+
+VOCAB, WIDTH, TIME, SAMPLES = 23, 20, 6, 37  # sizes that 3 and 4 processes do not divide; a ragged last step
+
+
+class Texts(Dataset):
+    """Blocks of tokens, with a random token in each, from a careless user's generators."""
+
+    def __init__(self):
+        self.ids = torch.randint(0, VOCAB, (SAMPLES, TIME + 1), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        ids = self.ids[index].clone()
+        ids[random.randrange(TIME)] = torch.randint(1, VOCAB, ())
+        return ids[:-1], ids[1:]
+
+
+class Block(nn.Module):
+    """Attention and two layers, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop, self.up, self.down = nn.Dropout(0.1), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Model(lumen.TaskModule):
+    """Language model in float32 with tied embeddings.
+
+    Args:
+        weights: "samples", "returned" or "known": how the task weighs a micro-batch, the last two by uneven fractions.
+    """
+
+    def __init__(self, weights="samples"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head.weight = self.tokens.weight
+        self.weights = weights
+        if weights == "known":
+            self.batch_weight = lambda batch: float((batch[1] > 5).sum()) * 0.1
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch):
+        loss = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("tenths", 0.1 * len(batch[0]), on_step=False, on_epoch=True, reduce_fx="sum")
+        return (loss, float((batch[1] > 5).sum()) * 0.1) if self.weights == "returned" else loss
+
+    def validation_step(self, batch):
+        self.log("val_loss", F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten()))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def make_strategy(name):
+    """Return the strategy with a short name."""
+    return {
+        "hybrid": lambda: lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2),
+        "shard_grad_op": lambda: lumen.FSDP(sharding_strategy="shard_grad_op"),
+        "mesh": lambda: lumen.Mesh(replicate=2, shard=2),
+    }.get(name, lambda: name)()
+
+
+def hash_run(trainer, task):
+    """Return a hash of all parameters and optimizer states, and the text of `metrics.csv`."""
+    digest = hashlib.sha256()
+    for parameter in task.parameters():
+        state = trainer.optimizers[0].state[parameter]
+        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+            digest.update(gather_full_tensor(tensor.detach()).contiguous().numpy().tobytes())
+    rows = trainer.run_directory / "metrics.csv"
+    return digest.hexdigest()[:16], rows.read_text()
+
+
+def train(folder, strategy="single", weights="samples", max_steps=8, **options):
+    """Train, and return the hash and the metrics of the run."""
+    torch.set_num_threads(1)
+    task = Model(weights)
+    options = {"global_batch_size": 16, "gradient_clip_val": 0.5, "reduction": "exact"} | options
+    trainer = quiet_trainer(
+        folder, strategy=make_strategy(strategy), max_steps=max_steps, log_every_n_steps=1, num_sanity_val_steps=0,
+        **options,
+    )  # fmt: skip
+    trainer.fit(task, DataLoader(Texts(), 2, shuffle=True), DataLoader(Texts(), 5))
+    return hash_run(trainer, task)
