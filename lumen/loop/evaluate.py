@@ -120,7 +120,7 @@ def enter_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> 
 def save_training_state(run: Run, stage: str) -> Iterator[SavedTrainingState]:
     """Save the state of the training, and restore it at the end of the context, after errors too."""
     run.records.write_pending_row()
-    saved = SavedTrainingState(StageMetrics(), SavedModes(run.task), SavedMetricStates(run.task))
+    saved = SavedTrainingState(run.log.make_metrics(), SavedModes(run.task), SavedMetricStates(run.task))
     run.records.begin_evaluation(get_logger_states(run))
     with run.in_stage(stage, saved.metrics):
         try:

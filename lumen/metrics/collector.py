@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from fractions import Fraction
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -52,14 +53,16 @@ class _LoggedEntry:
 
     __slots__ = ("call", "computed", "epoch", "is_tensor", "latest", "loaders", "metric", "options", "window")
 
-    def __init__(self, options: LogOptions, metric: Metric | None, *, is_tensor: bool = False) -> None:
+    def __init__(
+        self, options: LogOptions, metric: Metric | None, *, is_tensor: bool = False, exact: bool = False
+    ) -> None:
         self.options = options
         self.is_tensor = is_tensor  # True if the first value is a tensor
         self.call: LogCall | None = None  # arguments of the newest call, which most calls repeat
         self.loaders: tuple[str, ...] = ()  # suffixes of the evaluation loaders it was logged for; "" for none
         self.metric = metric
         self.computed: tuple[int, Any] | None = None  # update count and value of the metric when last computed
-        self.epoch = Accumulator(options.reduce_fx)
+        self.epoch = Accumulator(options.reduce_fx, exact=exact)
         self.latest: list[tuple[float | torch.Tensor, float]] = []
         self.window = -1
 
@@ -77,14 +80,14 @@ class _RankReport(NamedTuple):
     options: LogOptions
     kind: str | None  # class of the torchmetrics object, if there is one
     place: str | None  # module name of the torchmetrics object in the task
-    sums: tuple[float, float]
+    sums: tuple[float | Fraction, float | Fraction]
     loaders: tuple[str, ...]
 
     @property
     def mean(self) -> float:
         """Mean of the numbers logged on the rank; NaN without numbers."""
         total, weight = self.sums
-        return total / weight if weight else math.nan
+        return float(total / weight) if weight else math.nan
 
 
 @final
@@ -93,6 +96,7 @@ class StageMetrics:
 
     Args:
         before: The values of single steps of the epochs before, by name.
+        exact: True to compute means that do not depend on the number of processes.
 
     Attributes:
         window: Number of the optimizer step (or evaluation batch) in progress. Values logged in the same window are
@@ -102,8 +106,8 @@ class StageMetrics:
             `gather`.
     """
 
-    def __init__(self, before: Latest | None = None) -> None:
-        self._before = before or {}
+    def __init__(self, before: Latest | None = None, *, exact: bool = False) -> None:
+        self._before, self._is_exact = before or {}, exact
         self.window = 0
         self.closed = False
         self.hook_values: dict[str, HookValue] = {}
@@ -188,7 +192,8 @@ class StageMetrics:
                     f"self.log({name!r}): {self._owners[published]!r} is logged as {published!r} already, since it "
                     "has values of steps and of epochs. Use a different name."
                 )
-        return self._register_entry(name, _LoggedEntry(options, metric, is_tensor=isinstance(value, torch.Tensor)))
+        entry = _LoggedEntry(options, metric, is_tensor=isinstance(value, torch.Tensor), exact=self._is_exact)
+        return self._register_entry(name, entry)
 
     def _register_entry(self, name: str, entry: _LoggedEntry) -> _LoggedEntry:
         """Register a name, and the names under which its values can be read."""
@@ -326,7 +331,8 @@ class StageMetrics:
                     "objects. Make the metric an attribute of the task (several in an nn.ModuleList)."
                 )
             if name not in self._entries:
-                self._register_entry(name, _LoggedEntry(ranks[0].options, None if place is None else modules[place]))
+                metric = None if place is None else modules[place]
+                self._register_entry(name, _LoggedEntry(ranks[0].options, metric, exact=self._is_exact))
             self._entries[name].loaders = tuple(dict.fromkeys(chain.from_iterable(each.loaders for each in ranks)))
         self._entries = {name: self._entries[name] for name in reports}  # the same order on all ranks
         self.hook_values = {

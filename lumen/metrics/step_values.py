@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar, final
 
@@ -22,21 +23,27 @@ class Accumulator:
 
     Numbers are reduced at once. Tensors (float64, on an accelerator) are reduced in groups of 64. The grouping is part
     of the state, so a resumed sum is bitwise identical to an uninterrupted one. NaN makes the result NaN.
+
+    Args:
+        reduction: The reduction.
+        exact: True to keep sums as fractions, which are rounded once. So the result does not depend on the order of the
+            values. Each group of tensors then waits for the device.
     """
 
     __slots__ = ("pending", "reduction", "total", "weight")
 
-    def __init__(self, reduction: Reduction = "mean") -> None:
+    def __init__(self, reduction: Reduction = "mean", *, exact: bool = False) -> None:
         self.reduction = reduction
-        self.total: float | torch.Tensor = {"min": math.inf, "max": -math.inf}.get(reduction, 0.0)
-        self.weight = 0.0
+        zero = Fraction(0) if exact else 0.0
+        self.total: float | Fraction | torch.Tensor = {"min": math.inf, "max": -math.inf}.get(reduction, zero)
+        self.weight: float | Fraction = zero
         self.pending: list[tuple[torch.Tensor, float]] = []
 
     def add(self, value: float | torch.Tensor, weight: float) -> None:
         """Add a value of `weight` samples. A mean ignores values of weight 0."""
         if not weight and self.reduction == "mean":  # The value may be NaN, and 0 * NaN is NaN.
             return
-        self.weight += weight
+        self.weight += self._as_summand(weight)
         if isinstance(value, torch.Tensor):
             self.pending.append((value, weight))
             if len(self.pending) == _FOLD_AT:
@@ -47,28 +54,36 @@ class Accumulator:
     def compute(self) -> float | torch.Tensor:
         """Return the reduced value: a float, or a float64 tensor on an accelerator; NaN for a mean over nothing."""
         total = self._compute_folded()
-        if self.reduction != "mean":
-            return total
-        return total / self.weight if self.weight else math.nan
+        if self.reduction == "mean":
+            total = total / self.weight if self.weight else math.nan  # type: ignore[assignment, operator]
+        return total if isinstance(total, torch.Tensor) else float(total)
 
-    def get_sums(self) -> tuple[float, float]:
+    def get_sums(self) -> tuple[float | Fraction, float | Fraction]:
         """Return total and weight as plain numbers, for `merge_ranks`. Waits for the device."""
-        return float(self._compute_folded()), self.weight
+        total = self._compute_folded()
+        return total if isinstance(total, Fraction) else float(total), self.weight
 
     @classmethod
-    def from_ranks(cls, reduction: Reduction, sums: Iterable[tuple[float, float]]) -> Accumulator:
+    def from_ranks(
+        cls, reduction: Reduction, sums: Iterable[tuple[float | Fraction, float | Fraction]]
+    ) -> Accumulator:
         """Make an accumulator over the values of all ranks, from the `get_sums` of each rank."""
-        accumulator = cls(reduction)
-        for total, weight in sums:
-            accumulator.total = accumulator._fold_value(accumulator.total, total, 1.0)
+        ranks = list(sums)
+        accumulator = cls(reduction, exact=any(isinstance(weight, Fraction) for _, weight in ranks))
+        for total, weight in ranks:
+            accumulator.total = accumulator._fold_value(accumulator.total, total, 1)
             accumulator.weight += weight
         return accumulator
 
+    def _as_summand(self, number: Any) -> Any:
+        """Return a number in the form in which sums are kept; a number that is not finite stays a float."""
+        return Fraction(number) if isinstance(self.weight, Fraction) and math.isfinite(number) else number
+
     def _fold_value(self, total: Any, value: Any, weight: float) -> Any:
         if self.reduction == "mean":
-            return total + value * weight
+            return total + self._as_summand(value * weight)
         if self.reduction == "sum":
-            return total + value
+            return total + self._as_summand(value)
         if isinstance(value, torch.Tensor):
             if not isinstance(total, torch.Tensor):
                 total = torch.full((), total, dtype=value.dtype, device=value.device)  # A copy would wait.
@@ -76,9 +91,14 @@ class Accumulator:
         beats = value < total if self.reduction == "min" else value > total
         return value if beats or value != value else total  # NaN stays NaN, as in torch
 
-    def _compute_folded(self) -> float | torch.Tensor:
+    def _compute_folded(self) -> float | Fraction | torch.Tensor:
         if not self.pending:
             return self.total
+        if isinstance(self.weight, Fraction):
+            total = self.total
+            for value, weight in self.pending:
+                total = self._fold_value(total, float(value), weight)
+            return total
         values = torch.stack([value for value, _ in self.pending])
         if self.reduction in ("min", "max"):
             return self._fold_value(self.total, getattr(values, self.reduction)(), 1.0)  # type: ignore[no-any-return]
@@ -91,13 +111,17 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, for `from_state`. The restored accumulator is bitwise identical."""
         pending = [(float(value), weight) for value, weight in self.pending]
-        return {"reduction": self.reduction, "total": float(self.total), "weight": self.weight, "pending": pending}
+        total = str(self.total) if isinstance(self.total, Fraction) else float(self.total)
+        weight = str(self.weight) if isinstance(self.weight, Fraction) else self.weight
+        return {"reduction": self.reduction, "total": total, "weight": weight, "pending": pending}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Accumulator:
         """Make an accumulator from a state that `state_dict` returned."""
         accumulator = cls(state["reduction"])
-        accumulator.total, accumulator.weight = read_number(state["total"]), read_number(state["weight"])
+        accumulator.total, accumulator.weight = (
+            Fraction(each) if isinstance(each, str) else read_number(each) for each in (state["total"], state["weight"])
+        )
         accumulator.pending = [
             (torch.tensor(value, dtype=torch.float64, device=device), read_number(weight))
             for value, weight in state["pending"]

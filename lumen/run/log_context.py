@@ -9,6 +9,7 @@ from typing import final
 
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.log_call import PartialValueWarnings
+from lumen.metrics.step_values import Latest
 from lumen.metrics.torchmetrics_states import Gather, find_metrics, share_metrics
 from lumen.strategies import Strategy, gather_from_data_ranks
 from lumen.task.hooks import Hooks
@@ -41,7 +42,7 @@ class LogContext:
 
     def __init__(self, task: TaskModule, hooks: Hooks, strategy: Strategy) -> None:
         self._hooks, self._strategy = hooks, strategy
-        self.train, self.doubts = StageMetrics(), PartialValueWarnings()
+        self.train, self.doubts = self.make_metrics(), PartialValueWarnings()
         self.stage: StageMetrics | None = None
         self.batch_samples = 1
         self.batch_index: int | None = None
@@ -56,9 +57,13 @@ class LogContext:
         """Function that gathers values of all ranks; None for a single process."""
         return partial(gather_from_data_ranks, self._strategy) if self._strategy.processes.world_size > 1 else None
 
+    def make_metrics(self, before: Latest | None = None) -> StageMetrics:
+        """Make a collector of values; see `StageMetrics`."""
+        return StageMetrics(before, exact=self._strategy.is_exact)
+
     def begin_epoch(self) -> None:
         """Collect the values of a new training epoch."""
-        self.train = self.stage = StageMetrics(self.train.get_latest(has_earlier=True))
+        self.train = self.stage = self.make_metrics(self.train.get_latest(has_earlier=True))
 
     def resume_epoch(self) -> None:
         """Collect values in the training epoch in progress."""
@@ -105,7 +110,7 @@ class LogContext:
     @contextmanager
     def discard_logged(self) -> Iterator[None]:
         """Drop all values that a forward in this context logs."""
-        before, self.stage = self.stage, StageMetrics()
+        before, self.stage = self.stage, self.make_metrics()
         try:
             yield
         finally:
