@@ -10,6 +10,7 @@ from torch import nn
 
 from lumen.checkpoint.optimizer_state import get_extra_attributes
 from lumen.internals.optimizers import drop_derived_state
+from lumen.run.exact_reduction import describe_numerics
 from lumen.run.plan import Plan, format_by_epoch
 from lumen.run.run import Run
 from lumen.run.scheduler_config import get_schedule_lengths
@@ -70,6 +71,7 @@ def get_trainer_settings(run: Run) -> dict[str, Setting]:
         **run.precision.numerics,
         **run.strategy.numerics,
         **run.saves.numerics,
+        **describe_numerics(run.strategy),
         "compile": str(run.calls.compilation.setting),
         "processes": run.processes.world_size,
         "strategy": run.strategy.__class__.__name__,

@@ -107,6 +107,16 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def disable_fused(optimizer: Any) -> None:
+    """Let an optimizer, and those inside, use torch's implementation without `fused`, which rounds differently."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            group["fused"] = False
+    for each in (optimizer, getattr(optimizer, "optimizer", None), *getattr(optimizer, "optimizers", ())):
+        if hasattr(each, "_step_supports_amp_scaling"):  # only `fused` divides by the scale of fp16
+            each._step_supports_amp_scaling = False
+
+
 def mark_as_stepped(optimizer: Any) -> None:
     """Mark a resumed optimizer as stepped; otherwise torch would warn that the scheduler stepped first."""
     optimizer._opt_called = True

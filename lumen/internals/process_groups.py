@@ -14,7 +14,6 @@ from torch import nn
 
 from lumen.internals.torch_versions import check_attributes
 
-
 #: Function that gathers equally long tensors of all ranks in one tensor. It has a new name since torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

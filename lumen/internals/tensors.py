@@ -19,8 +19,8 @@ check_attributes("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_
      "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 check_attributes("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
 check_attributes("Lumen", torch.UntypedStorage, "_cdata")
-check_attributes("Lumen", torch, "_foreach_add_", "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm",
-    "_foreach_copy_", "_foreach_lerp_")  # fmt: skip
+check_attributes("Lumen", torch, "_foreach_add_", "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_",
+    "_foreach_norm", "_foreach_copy_", "_foreach_lerp_")  # fmt: skip
 check_attributes("Lumen", torch.ops.aten.zero_.default, "_schema")
 if "TorchDispatchMode" not in globals():
     check_attributes("Lumen", torch.utils, "_python_dispatch.TorchDispatchMode")

@@ -55,7 +55,7 @@ class Accumulator:
         """Return the reduced value: a float, or a float64 tensor on an accelerator; NaN for a mean over nothing."""
         total = self._compute_folded()
         if self.reduction == "mean":
-            total = total / self.weight if self.weight else math.nan  # type: ignore[assignment, operator]
+            total = total / self.weight if self.weight else math.nan  # type: ignore[operator]
         return total if isinstance(total, torch.Tensor) else float(total)
 
     def get_sums(self) -> tuple[float | Fraction, float | Fraction]:
@@ -64,9 +64,7 @@ class Accumulator:
         return total if isinstance(total, Fraction) else float(total), self.weight
 
     @classmethod
-    def from_ranks(
-        cls, reduction: Reduction, sums: Iterable[tuple[float | Fraction, float | Fraction]]
-    ) -> Accumulator:
+    def from_ranks(cls, reduction: Reduction, sums: Iterable[tuple[float | Fraction, float | Fraction]]) -> Accumulator:
         """Make an accumulator over the values of all ranks, from the `get_sums` of each rank."""
         ranks = list(sums)
         accumulator = cls(reduction, exact=any(isinstance(weight, Fraction) for _, weight in ranks))
@@ -106,7 +104,7 @@ class Accumulator:
             values = values * torch.tensor([weight for _, weight in self.pending], dtype=torch.float64).to(
                 values.device, non_blocking=True
             )
-        return self.total + values.sum()
+        return self.total + values.sum()  # type: ignore[operator]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, for `from_state`. The restored accumulator is bitwise identical."""

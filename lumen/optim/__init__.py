@@ -4,7 +4,7 @@ from lumen.optim.fused import adamw
 from lumen.optim.groups import check_groups, decay_groups, layer_decay_groups
 from lumen.optim.multi import MultiOptimizer
 from lumen.optim.schedules import Schedule, Warmup, constant, cosine, inverse_sqrt, linear, wsd
-from lumen.optim.wrappers import Lookahead, WholeMatrices, muons_on_parts, needs_closure
+from lumen.optim.wrappers import Lookahead, WholeMatrices, list_on_parts, muons_on_parts, needs_closure
 
 __all__ = [
     "Lookahead",
@@ -20,6 +20,7 @@ __all__ = [
     "inverse_sqrt",
     "layer_decay_groups",
     "linear",
+    "list_on_parts",
     "muons_on_parts",
     "needs_closure",
     "wsd",

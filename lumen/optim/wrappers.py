@@ -231,18 +231,25 @@ class WholeMatrices(_OptimizerWrapper):
             )
 
 
-def muons_on_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield each `torch.optim.Muon` in an optimizer that has sharded parameters and is not in a `WholeMatrices`."""
+def list_on_parts(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer and all optimizers inside that are not in a `WholeMatrices`: they get shards."""
     if isinstance(optimizer, WholeMatrices):
-        return
-    if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
-        is_split(parameter) for group in optimizer.param_groups for parameter in group["params"]
-    ):
-        yield optimizer
+        return []
     inside = [getattr(optimizer, "optimizer", None), *getattr(optimizer, "optimizers", ())]
+    found = [optimizer]
     for each in inside:
         if isinstance(each, Optimizer):
-            yield from muons_on_parts(each)
+            found += list_on_parts(each)
+    return found
+
+
+def muons_on_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield each `torch.optim.Muon` in an optimizer that has sharded parameters and is not in a `WholeMatrices`."""
+    for each in list_on_parts(optimizer):
+        if isinstance(each, getattr(torch.optim, "Muon", ())) and any(
+            is_split(parameter) for group in each.param_groups for parameter in group["params"]
+        ):
+            yield each
 
 
 def _is_different(one: Any, other: Any) -> bool:

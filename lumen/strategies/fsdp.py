@@ -166,8 +166,8 @@ class FSDP(Strategy):
         """
         if exact and (dtypes := [name for name in self.numerics if name.endswith("_dtype")]):
             raise ConfigError(
-                f"reduction: exact does not support {dtypes[0]} of {type(self).__name__}, which rounds differently from "
-                "one process. Remove one of the two; precision: bf16 and fp16 are supported."
+                f"reduction: exact does not support {dtypes[0]} of {type(self).__name__}, which rounds other numbers "
+                "than one process does. Remove one of the two, or use precision: bf16 or fp16."
             )
         self.is_exact = exact
 
@@ -210,9 +210,9 @@ class FSDP(Strategy):
         """Refuse sizes of a mesh with which gradients cannot be summed in the order of micro-batches."""
         names = mesh.mesh_dim_names or ()
         if "tensor" in names:
-            raise ConfigError("reduction: exact does not support Mesh(tensor=...). Set tensor to 1, or remove reduction.")
+            raise ConfigError("reduction: exact does not support Mesh with tensor. Set tensor: 1, or remove reduction.")
         if self.context is not None:
-            raise ConfigError("reduction: exact does not support Mesh(context=...). Set context to 1, or remove reduction.")
+            raise ConfigError("reduction: exact does not support Mesh with context. Set context: 1.")
         if mesh.size(-1) == 1:
             raise ConfigError("reduction: exact needs shards of parameters. Replicas without shards are strategy: ddp.")
 

@@ -138,12 +138,12 @@ class OrderedScatter:
         """
         shards, widths = input_tensor.numel() // output_tensor.numel(), _cut(output_tensor.numel(), self._replicas)
         # A process with rank r is process r % shards of replica r // shards.
-        parts = input_tensor.view(shards, -1).split(widths, dim=1)
+        parts = torch.split(input_tensor.view(shards, -1), widths, dim=1)
         flat = input_tensor if self._replicas == 1 else torch.cat([part.reshape(-1) for part in parts])
         total = self._sums.add(self, *self._sums.send(flat, [width for width in widths for _ in range(shards)]))
         output_tensor.zero_()
         if self._sums.is_last:
-            output_tensor.split(widths)[self._rank // shards].copy_(total)
+            torch.split(output_tensor, widths)[self._rank // shards].copy_(total)
 
 
 def _cut(count: int, parts: int) -> list[int]:

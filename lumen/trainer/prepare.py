@@ -30,6 +30,7 @@ from lumen.loop.fit import StopRequested, run_sanity_check
 from lumen.loop.step_in_parts import check_halving
 from lumen.random import Domain, draw_seed, get_chosen_seed, make_key, seed_generators
 from lumen.run.configure_optimizers import build_optimizers
+from lumen.run.exact_reduction import check_exact_reduction
 from lumen.run.manual import ManualOptimization, check_plan
 from lumen.run.open_loaders import open_for_evaluation, open_loaders
 from lumen.run.run import Run
@@ -291,6 +292,7 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     )  # fmt: skip
     for each in optim.optimizers:
         run.strategy.check_optimizer(each)
+    check_exact_reduction(run)
     optim.record_built(get_group_names(task, optim.optimizer), get_configured_settings(run), get_modes(task))
     origin = trainer.origin
     if checkpoint is not None:

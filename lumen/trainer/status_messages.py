@@ -33,6 +33,7 @@ from lumen.errors import LumenError
 from lumen.errors.arguments import suggest_names
 from lumen.internals.hydra import has_trainer_group, repeat_words
 from lumen.internals.stop_signals import REQUEUE_EXIT_CODE
+from lumen.run.exact_reduction import describe_numerics
 from lumen.run.goodput import goodput
 from lumen.run.run import Run
 from lumen.run.scheduler_config import can_move_further
@@ -76,7 +77,11 @@ def log_setup(run: Run) -> None:
     if run.processes.is_global_zero:
         strategy = run.strategy
         how = [strategy.__class__.__name__] * strategy.spans_processes
-        pieces = [_describe_devices(strategy), *how, run.precision.name, *_describe_step_size(run), f"seed {run.seed}"]
+        exact = ", ".join(f"{name} {value}" for name, value in describe_numerics(strategy).items())
+        pieces = [
+            _describe_devices(strategy), *how, run.precision.name, *_describe_step_size(run), f"seed {run.seed}",
+            *filter(None, [exact]),
+        ]  # fmt: skip
         _log.info("%s", " · ".join(pieces))
 
 

@@ -81,6 +81,11 @@ class Model(lumen.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+def make_loaders():
+    """Return a loader for training and one for validation."""
+    return DataLoader(Texts(), 2, shuffle=True), DataLoader(Texts(), 5)
+
+
 def make_strategy(name):
     """Return the strategy with a short name."""
     return {
@@ -110,5 +115,5 @@ def train(folder, strategy="single", weights="samples", max_steps=8, **options):
         folder, strategy=make_strategy(strategy), max_steps=max_steps, log_every_n_steps=1, num_sanity_val_steps=0,
         **options,
     )  # fmt: skip
-    trainer.fit(task, DataLoader(Texts(), 2, shuffle=True), DataLoader(Texts(), 5))
+    trainer.fit(task, *make_loaders())
     return hash_run(trainer, task)

@@ -1,0 +1,84 @@
+"""Checks of `Trainer(reduction="exact")`: parts of a run that would differ between numbers of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lumen.errors import ConfigError
+from lumen.internals.optimizers import disable_fused
+from lumen.optim import Lookahead, MultiOptimizer, list_on_parts
+from lumen.run.run import Run
+from lumen.strategies import Strategy
+
+#: Optimizers of torch that treat each element of a parameter alone.
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
+
+
+def check_exact_reduction(run: Run) -> None:
+    """Refuse parts of a training that would not be bitwise identical on any number of processes.
+
+    Collective: every rank must call this, once the optimizer is built.
+
+    Raises:
+        ConfigError: The run has such a part, or the processes run on different devices or versions of torch.
+    """
+    if not run.strategy.is_exact:
+        return
+    if (reason := next(_find_reasons(run), None)) is not None:
+        raise ConfigError(f"reduction: exact does not support {reason}, or remove reduction.")
+    facts = run.processes.all_gather(describe_numerics(run.strategy))
+    for rank, other in enumerate(facts):
+        if other != facts[0]:
+            raise ConfigError(
+                f"reduction: exact: rank 0 runs with {facts[0]}, and rank {rank} with {other}. Their micro-batches "
+                "would be rounded differently: use equal devices, versions and OMP_NUM_THREADS."
+            )
+    if run.strategy.parameter_device.type == "cpu":
+        for each in run.optim.optimizers:
+            disable_fused(each)  # it rounds the last elements of a tensor, or of a shard, differently
+
+
+def describe_numerics(strategy: Strategy) -> dict[str, str | int]:
+    """Return facts that must be equal in all runs that shall be bitwise identical; none if the sums are not exact."""
+    if not strategy.is_exact:
+        return {}
+    is_cuda = strategy.device.type == "cuda"
+    device = torch.cuda.get_device_name(strategy.device) if is_cuda else torch.backends.cpu.get_cpu_capability()
+    threads = {} if is_cuda else {"threads": torch.get_num_threads()}
+    return {"reduction": "exact", "torch": str(torch.__version__), "device": device, **threads}
+
+
+def _find_reasons(run: Run) -> Iterator[str]:
+    """Yield what is not supported and what to do instead."""
+    optim, task = run.optim, run.task
+    if optim.manual is not None:
+        yield "manual optimization. Use automatic optimization"
+    if optim.needs_closure:
+        yield f"{type(optim.optimizer).__name__}, which evaluates the loss several times. Use another optimizer"
+    if "optimizer_zero_grad" in optim.overridden_hooks:
+        yield "a task with optimizer_zero_grad. Remove the method"
+    if run.plan.halve_on_oom:
+        yield "halve_on_oom, which computes other micro-batches. Use a smaller batch_size"
+    for name, module in task.named_modules():
+        if module.training and (isinstance(module, nn.SyncBatchNorm) or getattr(module, "track_running_stats", False)):
+            yield (
+                f"{name} ({type(module).__name__}), whose statistics depend on the batches of a process. Use GroupNorm "
+                "or LayerNorm, call eval() on the module in __init__"
+            )
+    for each in optim.optimizers if run.strategy.shards else ():
+        yield from (
+            f"{type(inner).__name__} on shards, unless it treats each element alone. Write "
+            f"lumen.optim.WholeMatrices({type(inner).__name__}(...)), use strategy: ddp"
+            for inner in list_on_parts(each)
+            if not _is_elementwise(inner)
+        )
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    kind: Any = type(optimizer)
+    return kind in (Lookahead, MultiOptimizer) or any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)

@@ -1,0 +1,160 @@
+"""Exact reduction: parameters, optimizer state and `metrics.csv` are bitwise identical on any number of processes."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import lumen
+from lumen.errors import ConfigError
+from lumen.strategies.ordered_sum import OrderedSum
+from tests.helpers.same_bits import Model, make_loaders, train
+from tests.helpers.tasks import bare_trainer
+
+LAYOUTS = [
+    (1, "ddp"), (1, "fsdp"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp"), (4, "ddp"), (4, "fsdp"), (4, "hybrid"),
+    (4, "shard_grad_op"), (4, "mesh"),
+]  # fmt: skip
+KINDS = {
+    "fp32": {"weights": "samples"},
+    "bf16": {"weights": "known", "precision": "bf16"},
+    "fp16": {"weights": "returned", "precision": "fp16"},
+}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Return the hash and the metrics of a run on one process, by kind."""
+    return {name: train(tmp_path_factory.mktemp(name), **options) for name, options in KINDS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_exact_runs_are_bitwise_identical(group, tmp_path, single, layout, kind):
+    """With 8 micro-batches per step, a ragged last step, fractional weights, dropout, augmentation and clipping."""
+    processes, strategy = layout
+    for found in group(processes).run(train, tmp_path, strategy, **KINDS[kind]):
+        assert found == single[kind]
+
+
+def train_in_wrong_order(folder, how):
+    """Train with a wrong order of sums on purpose."""
+    if how == "plain":
+        return train(folder, "ddp", reduction=None)
+    with pytest.MonkeyPatch.context() as patch:
+        add = OrderedSum.add
+        order = {"reversed": lambda parts: parts.flip(0), "by rank": lambda parts: parts.sum(0, keepdim=True)}[how]
+        patch.setattr(OrderedSum, "add", lambda self, key, parts, work: add(self, key, *wait(parts, work, order)))
+        return train(folder, "ddp")
+
+
+def wait(parts, work, order):
+    work.wait()
+    return order(parts), work
+
+
+@pytest.mark.parametrize("how", ["plain", "reversed", "by rank"])
+def test_exact_hash_catches_wrong_orders(group, tmp_path, single, how):
+    found = group(3).run(train_in_wrong_order, tmp_path, how)
+    assert found[0] == found[1]
+    assert found[0] != single["fp32"]
+
+
+@pytest.mark.parametrize(
+    "layouts", [((2, "ddp"), (3, "fsdp"), (4, "hybrid")), ((4, "fsdp"), (1, "single"), (3, "ddp"))], ids=str
+)
+def test_exact_run_resumes_on_other_layouts(group, tmp_path, single, layouts):
+    """Each part of the run begins in the middle of an epoch."""
+    for (processes, strategy), max_steps in zip(layouts, (2, 5, 8), strict=True):
+        run = train if processes == 1 else group(processes).run
+        arguments = () if processes == 1 else (train,)
+        found = run(*arguments, tmp_path, strategy, max_steps=max_steps, resume="auto")
+    assert (found if processes == 1 else found[0]) == single["fp32"]
+
+
+def test_resumed_run_warns_of_other_reduction(tmp_path, caplog):
+    for reduction, max_steps in (("exact", 2), (None, 3)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "lumen"):
+            train(tmp_path, max_steps=max_steps, resume="auto", reduction=reduction, log_level="WARNING")
+    assert "reduction was 'exact', is None" in caplog.text
+
+
+class Factored(Model):
+    def configure_optimizers(self):
+        return lumen.optim.Lookahead(torch.optim.Adafactor(self.parameters()))
+
+
+class Normed(Model):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+
+class Manual(Model):
+    automatic_optimization = False
+
+
+class Closure(Model):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Rprop(torch.optim.Rprop):
+    """Optimizer whose step may be anything."""
+
+
+class Own(Model):
+    def configure_optimizers(self):
+        return Rprop(self.parameters())
+
+
+REFUSED = {
+    "norm": (Normed, {}, r"norm \(BatchNorm1d\).*Use GroupNorm"),
+    "manual": (Manual, {}, "manual optimization"),
+    "closure": (Closure, {}, "LBFGS, which evaluates the loss several times"),
+    "halves": (Model, {"halve_on_oom": True}, "halve_on_oom"),
+    "own": (Own, {"strategy": "fsdp"}, r"WholeMatrices\(Rprop"),
+    "factored": (Factored, {"strategy": "fsdp"}, r"WholeMatrices\(Adafactor"),
+    "param_dtype": (Model, {"strategy": {"param_dtype": "bf16"}}, "param_dtype of FSDP"),
+    "compression": (Model, {"strategy": lumen.DDP(gradient_compression="bf16")}, "gradient_compression of DDP"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_exact_reduction_refuses_inexact_parts(tmp_path, name):
+    make_task, options, message = REFUSED[name]
+    if isinstance(strategy := options.get("strategy"), dict):
+        options = options | {"strategy": lumen.FSDP(**strategy)}
+    with pytest.raises(ConfigError, match=rf"(?s)reduction: exact does not support .*{message}"):
+        bare_trainer(tmp_path, max_steps=1, reduction="exact", **options).fit(make_task(), make_loaders()[0])
+
+
+def refuse_on_two(folder):
+    for strategy, message in (
+        (lumen.Mesh(tensor=2), "does not support Mesh with tensor"),
+        (lumen.FSDP(sharding_strategy="no_shard"), "needs shards of parameters"),
+    ):
+        with pytest.raises(ConfigError, match=f"reduction: exact {message}"):
+            bare_trainer(folder, max_steps=1, reduction="exact", strategy=strategy).fit(Model(), make_loaders()[0])
+
+
+def test_exact_reduction_refuses_meshes_without_shards(group, tmp_path):
+    group(2).run(refuse_on_two, tmp_path)
+
+
+class Twice(Model):
+    def forward(self, ids):
+        x = self.tokens(ids)
+        return self.head(self.blocks[0](self.blocks[1](self.blocks[0](x))))
+
+
+def refuse_shared_unit(folder):
+    trainer = bare_trainer(folder, max_steps=1, reduction="exact", strategy="fsdp")
+    with pytest.raises(lumen.errors.TrainingError, match="calls the unit twice"):
+        trainer.fit(Twice(), make_loaders()[0])
+
+
+def test_exact_reduction_refuses_units_called_twice(group, tmp_path):
+    group(2).run(refuse_shared_unit, tmp_path)
