@@ -42,7 +42,7 @@ def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch
         micro_batches = list(window)
         for micro in micro_batches:
             micro.set_weight(0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch)))
-        weights = run.step.weighting.spread_weights([micro.weight for micro in micro_batches], len(window.sizes))
+        weights = run.step.weighting.spread([micro.weight for micro in micro_batches], len(window.sizes))
         # In tensor parallelism several processes compute the same batch, whose weight counts once.
         shared_by = run.processes.world_size // run.strategy.data_world_size
         planned = math.fsum(run.processes.all_reduce_sum(weights)) / shared_by

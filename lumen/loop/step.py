@@ -299,9 +299,8 @@ def _compute_mean_loss(run: Run, losses: list[torch.Tensor | None], weighting: L
         losses: The weighted loss of each micro-batch of this process; None if it had none.
         weighting: The weights of the step, summed over the processes.
     """
-    scalars = [loss.detach().reshape(()) for loss in losses if loss is not None]
-    local_loss = torch.stack(scalars).sum() if scalars else torch.zeros((), device=run.strategy.device)
-    return weighting.compute_mean_loss(local_loss, run.strategy.reduce)
+    found = [loss for loss in losses if loss is not None]
+    return weighting.compute_mean_loss(found, run.strategy.device, run.strategy.reduce)
 
 
 # ---------------------------------------------------------------------- a task that overrides `optimizer_step`

@@ -25,7 +25,7 @@ class Accumulator:
     of the state, so a resumed sum is bitwise identical to an uninterrupted one. NaN makes the result NaN.
 
     Args:
-        reduction: The reduction.
+        reduction: The reduction of the values to one number.
         exact: True to keep sums as fractions, which are rounded once. So the result does not depend on the order of the
             values. Each group of tensors then waits for the device.
     """

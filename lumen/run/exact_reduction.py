@@ -19,6 +19,25 @@ from lumen.strategies import Strategy
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
 
 
+def set_reduction(strategy: Strategy, reduction: str | None) -> None:
+    """Set `is_exact` of a strategy.
+
+    Args:
+        strategy: The strategy of a trainer.
+        reduction: The argument of the trainer.
+
+    Raises:
+        ConfigError: The strategy does not support exact sums, or has a setting that rounds.
+    """
+    if strategy.is_exact is not None:
+        strategy.is_exact = reduction is not None
+    elif reduction is not None:
+        raise _make_error(f"{type(strategy).__name__}. Use strategy: single, ddp or fsdp")
+    settings = [name for name, value in strategy.numerics.items() if value is not None] if strategy.is_exact else []
+    if settings:
+        raise _make_error(f"{settings[0]} of {type(strategy).__name__}. Remove it")
+
+
 def check_exact_reduction(run: Run) -> None:
     """Refuse parts of a training that would not be bitwise identical on any number of processes.
 
@@ -30,7 +49,7 @@ def check_exact_reduction(run: Run) -> None:
     if not run.strategy.is_exact:
         return
     if (reason := next(_find_reasons(run), None)) is not None:
-        raise ConfigError(f"reduction: exact does not support {reason}, or remove reduction.")
+        raise _make_error(reason)
     facts = run.processes.all_gather(describe_numerics(run.strategy))
     for rank, other in enumerate(facts):
         if other != facts[0]:
@@ -51,6 +70,10 @@ def describe_numerics(strategy: Strategy) -> dict[str, str | int]:
     device = torch.cuda.get_device_name(strategy.device) if is_cuda else torch.backends.cpu.get_cpu_capability()
     threads = {} if is_cuda else {"threads": torch.get_num_threads()}
     return {"reduction": "exact", "torch": str(torch.__version__), "device": device, **threads}
+
+
+def _make_error(reason: str) -> ConfigError:
+    return ConfigError(f"reduction: exact does not support {reason}, or remove reduction.")
 
 
 def _find_reasons(run: Run) -> Iterator[str]:

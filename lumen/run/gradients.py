@@ -41,8 +41,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *, exact
     Collective if gradients are sharded (`DTensor`): every rank must call this.
 
     Args:
-        parameters: The parameters.
-        max_norm: The largest norm.
+        parameters: The parameters whose gradients are clipped.
+        max_norm: The largest norm that is left unchanged.
         exact: True to compute the norm from unsharded gradients, so that it is bitwise identical for any sharding.
 
     Returns:

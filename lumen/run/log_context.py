@@ -59,7 +59,7 @@ class LogContext:
 
     def make_metrics(self, before: Latest | None = None) -> StageMetrics:
         """Make a collector of values; see `StageMetrics`."""
-        return StageMetrics(before, exact=self._strategy.is_exact)
+        return StageMetrics(before, exact=bool(self._strategy.is_exact))
 
     def begin_epoch(self) -> None:
         """Collect the values of a new training epoch."""

@@ -194,22 +194,22 @@ class LossWeighting:
             # A flag travels as 0.0 or 1.0, so its sum is the number of processes that have set it.
             numbers = self.has_returned_weights is True, self.has_returned_weights is False, *flags
             exact = self._exact_rank is not None
-            weights = self.spread_weights(self._weights, self._micro_batches) if exact else [float(self.total)]
+            weights = self.spread(self._weights, self._micro_batches) if exact else [float(self.total)]
             self._sums = self._start_sum([*map(float, numbers), *weights])
 
-    def spread_weights(self, weights: list[float], micro_batches: int) -> list[float]:
-        """Return numbers whose sums over the processes `math.fsum` adds to the sum of all weights.
+    def spread(self, numbers: list[float], micro_batches: int) -> list[float]:
+        """Return numbers to sum over the processes: `math.fsum` adds the results to the sum of all numbers.
 
         Args:
-            weights: The weights of this process in the step.
+            numbers: The numbers of this process, such as its weights in the step.
             micro_batches: Number of micro-batches of all processes in the step.
         """
         if self._exact_rank is None:
-            return [sum(weights)]
-        # Each weight has a place of its own, where the other processes have 0. The exact sum is rounded once.
+            return [sum(numbers)]
+        # Each number has a place of its own, where the other processes have 0. The exact sum is rounded once.
         rounds = -(-micro_batches // self._data_world_size)
         places = [0.0] * (rounds * self._data_world_size)
-        places[self._exact_rank * rounds : self._exact_rank * rounds + len(weights)] = weights
+        places[self._exact_rank * rounds : self._exact_rank * rounds + len(numbers)] = numbers
         return places
 
     def finish_sum(self) -> list[bool]:
@@ -248,16 +248,26 @@ class LossWeighting:
         factor = 1.0 if self.total in (0.0, self.planned) else self.planned / self.total
         return factor * self._gradient_multiplier
 
-    def compute_mean_loss(self, part: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def compute_mean_loss(
+        self, parts: Sequence[torch.Tensor], device: torch.device, reduce: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """Return the mean loss of the step over all processes, after `finish_sum`. Collective.
 
         Args:
-            part: The sum of this process's weighted losses, as passed to backward: a scalar tensor.
+            parts: This process's weighted losses, as passed to backward: scalar tensors.
+            device: The device of the result.
             reduce: Function that sums a tensor over the processes.
         """
+        scalars = [part.detach().reshape(()) for part in parts]
+        if self._exact_rank is not None:
+            spread = self.spread(list(map(float, scalars)), self._micro_batches)
+            values = reduce(torch.tensor(spread, dtype=torch.float64, device=device)).tolist()
+            total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+            return torch.tensor(total * self.correction, device=device)
+        local_loss = torch.stack(scalars).sum() if scalars else torch.zeros((), device=device)
         processes = self._data_world_size * self._processes_per_data_rank
         # The loss on each process has the factor that its gradient has, so it needs the same average and correction.
-        return (part if processes == 1 else reduce(part.double()) / processes) * self.correction
+        return (local_loss if processes == 1 else reduce(local_loss.double()) / processes) * self.correction
 
     @property
     def next_guess(self) -> float:

@@ -58,6 +58,7 @@ class DDP(Strategy):
     """
 
     spans_processes = True
+    is_exact = False
     INSTEAD, NEUTRAL = INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
 
     @check_arguments
@@ -103,17 +104,6 @@ class DDP(Strategy):
         """Settings that change the computed values and differ from the default, by name."""
         return {"gradient_compression": self._compression, "broadcast_buffers": self._broadcast_buffers and None}
 
-    def set_reduction(self, *, exact: bool) -> None:
-        """Set how gradients are summed.
-
-        Raises:
-            ConfigError: An argument of this strategy does not allow exact sums.
-        """
-        if exact and (self._compression or self._options["static_graph"]):
-            name = "gradient_compression" if self._compression else "static_graph"
-            raise ConfigError(f"reduction: exact does not support {name} of DDP. Remove one of the two.")
-        self.is_exact = exact
-
     def connect(self) -> None:
         """Open the process groups."""
         self.processes.connect(self.device, **self._timeouts)
@@ -144,7 +134,7 @@ class DDP(Strategy):
             )
             check_reducer_names(self._ddp)
             if self._sums is not None:
-                # A function with annotations would have to have those of torch's own hooks.
+                # Torch would check the annotations of a function that has any.
                 self._ddp.register_comm_hook(self._sums, lambda sums, bucket: sums.sum_bucket(bucket))
             elif self._compression is not None:
                 self._ddp.register_comm_hook(None, _COMM_HOOKS[self._compression])
@@ -224,7 +214,7 @@ class DDP(Strategy):
         Raises:
             ConfigError: A step has several micro-batches, with `static_graph`.
         """
-        if self._sums is not None and self._ddp is not None:
+        if self._sums is not None and self._ddp is not None and (last or not self._options["static_graph"]):
             self._sums.begin_micro_batch(last=last)
             for parameter in self._parameters:  # the hook gets the gradient of this micro-batch alone
                 parameter.grad = None

@@ -89,6 +89,7 @@ class FSDP(Strategy):
 
     spans_processes = True
     shards = True
+    is_exact = False
     INSTEAD, NEUTRAL = INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
 
     @check_arguments
@@ -157,19 +158,6 @@ class FSDP(Strategy):
         }  # fmt: skip
         names: dict[str, str | bool | None] = {name: str(dtype) for name, dtype in dtypes.items() if dtype is not None}
         return names | {"broadcast_buffers": self._broadcast_buffers and None}
-
-    def set_reduction(self, *, exact: bool) -> None:
-        """Set how gradients are summed.
-
-        Raises:
-            ConfigError: An argument of this strategy does not allow exact sums.
-        """
-        if exact and (dtypes := [name for name in self.numerics if name.endswith("_dtype")]):
-            raise ConfigError(
-                f"reduction: exact does not support {dtypes[0]} of {type(self).__name__}, which rounds other numbers "
-                "than one process does. Remove one of the two, or use precision: bf16 or fp16."
-            )
-        self.is_exact = exact
 
     def connect(self) -> None:
         """Open the process groups and make the device mesh: `shard`, or `replicate` x `shard`.

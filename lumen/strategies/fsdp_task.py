@@ -280,7 +280,7 @@ class ShardedTask:
         """
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # a factor in the communication needs NCCL
+            unit.set_force_sum_reduction_for_comms(enable=True)  # a factor in the communication needs NCCL
             unit.set_custom_reduce_scatter(OrderedScatter(sums, replicas, rank))
 
     def begin_micro_batch(self, *, sync: bool, keep: bool) -> None:

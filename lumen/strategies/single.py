@@ -27,6 +27,7 @@ class SingleDevice(Strategy):
         startup_timeout_s: The limit until the first step ends, and also within evaluations and between steps.
     """
 
+    is_exact = False
     INSTEAD, NEUTRAL = INSTEAD_IN_STRATEGIES, NEUTRAL_IN_STRATEGIES
 
     @check_arguments
@@ -41,10 +42,6 @@ class SingleDevice(Strategy):
         self._timeouts = timeout_s, startup_timeout_s
         self.device = torch.device(device)
         self._task: nn.Module | None = None
-
-    def set_reduction(self, *, exact: bool) -> None:
-        """Set how gradients are summed: on one process always in the order of micro-batches."""
-        self.is_exact = exact
 
     def connect(self) -> None:
         """Make the device the current one, so that tensors created on "cuda" are on this device."""

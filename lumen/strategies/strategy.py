@@ -60,8 +60,9 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     spans_processes: bool = False
     #: True if `setup` shards parameters, and can do so while the parameters are on the meta device.
     shards: bool = False
-    #: True if gradients are summed in the order of micro-batches: `Trainer(reduction="exact")`.
-    is_exact: bool = False
+    #: True if gradients are summed over data ranks in the order of micro-batches, not averaged. `Trainer` sets it for
+    #: `reduction="exact"`. None: the strategy does not support that.
+    is_exact: bool | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to set an attribute that a run never reads.
@@ -101,24 +102,6 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
     def numerics(self) -> dict[str, str | bool | None]:
         """Settings of the strategy that change the computed values and differ from the default, by name."""
         return {}
-
-    def set_reduction(self, *, exact: bool) -> None:
-        """Set how gradients are summed over the processes, before `connect`.
-
-        A subclass that supports exact sums refuses its own settings that round, and sets `is_exact`. Its gradients are
-        then sums over the data ranks, not averages.
-
-        Args:
-            exact: True to sum in the order of micro-batches.
-
-        Raises:
-            ConfigError: The strategy cannot sum in this order.
-        """
-        if exact:
-            raise ConfigError(
-                f"reduction: exact does not support {type(self).__name__}. Use strategy: single, ddp or fsdp, or "
-                "remove reduction."
-            )
 
     def connect(self) -> None:
         """Open the process groups, unless they are open. Collective: every rank must call this, before `setup`."""

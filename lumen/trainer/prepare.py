@@ -287,7 +287,7 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         check_plan(task, run.plan)
     make_manual = partial(ManualOptimization, task, run.hooks, run.precision, run.strategy, run.step)
     optim.set_optimizer(
-        *built, is_exact=run.strategy.is_exact, make_manual=make_manual,
+        *built, is_exact=bool(run.strategy.is_exact), make_manual=make_manual,
         may_step=lambda: run.step.is_updating or not run.log.in_train_step,
     )  # fmt: skip
     for each in optim.optimizers:

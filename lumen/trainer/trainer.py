@@ -31,6 +31,7 @@ from lumen.loop.fit import train_run
 from lumen.precision import Precision, make_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import check_seed
+from lumen.run.exact_reduction import set_reduction
 from lumen.run.open_loaders import choose_source
 from lumen.run.plan import (
     Duration,
@@ -234,7 +235,7 @@ class Trainer(RunView):
         check_positive(grace_s=grace_s)
         gradient_clip_val = gradient_clip_val or None
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
-        self.strategy.set_reduction(exact=reduction == "exact")
+        set_reduction(self.strategy, reduction)
         self.precision = precision
         make_precision(precision).check(self.strategy.device, self.strategy.parameter_device)
         self.matmul_precision, self.benchmark = matmul_precision, benchmark
