@@ -13,29 +13,10 @@ from lumen.errors import ConfigError
 from lumen.internals.optimizers import disable_fused
 from lumen.optim import Lookahead, MultiOptimizer, list_on_parts
 from lumen.run.run import Run
-from lumen.strategies import Strategy
+from lumen.strategies import Strategy, make_exact_error
 
 #: Optimizers of torch that treat each element of a parameter alone.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
-
-
-def set_reduction(strategy: Strategy, reduction: str | None) -> None:
-    """Set `is_exact` of a strategy.
-
-    Args:
-        strategy: The strategy of a trainer.
-        reduction: The argument of the trainer.
-
-    Raises:
-        ConfigError: The strategy does not support exact sums, or has a setting that rounds.
-    """
-    if strategy.is_exact is not None:
-        strategy.is_exact = reduction is not None
-    elif reduction is not None:
-        raise _make_error(f"{type(strategy).__name__}. Use strategy: single, ddp or fsdp")
-    settings = [name for name, value in strategy.numerics.items() if value is not None] if strategy.is_exact else []
-    if settings:
-        raise _make_error(f"{settings[0]} of {type(strategy).__name__}. Remove it")
 
 
 def check_exact_reduction(run: Run) -> None:
@@ -49,7 +30,7 @@ def check_exact_reduction(run: Run) -> None:
     if not run.strategy.is_exact:
         return
     if (reason := next(_find_reasons(run), None)) is not None:
-        raise _make_error(reason)
+        raise make_exact_error(reason)
     facts = run.processes.all_gather(describe_numerics(run.strategy))
     for rank, other in enumerate(facts):
         if other != facts[0]:
@@ -70,10 +51,6 @@ def describe_numerics(strategy: Strategy) -> dict[str, str | int]:
     device = torch.cuda.get_device_name(strategy.device) if is_cuda else torch.backends.cpu.get_cpu_capability()
     threads = {} if is_cuda else {"threads": torch.get_num_threads()}
     return {"reduction": "exact", "torch": str(torch.__version__), "device": device, **threads}
-
-
-def _make_error(reason: str) -> ConfigError:
-    return ConfigError(f"reduction: exact does not support {reason}, or remove reduction.")
 
 
 def _find_reasons(run: Run) -> Iterator[str]:

@@ -7,6 +7,8 @@ from lumen.strategies.strategy import (
     check_data_ranks as check_data_ranks,
     count_training_parts as count_training_parts,
     gather_from_data_ranks as gather_from_data_ranks,
+    make_exact_error as make_exact_error,
     select_by_data_rank as select_by_data_rank,
+    set_reduction as set_reduction,
     sync_buffers as sync_buffers,
 )

@@ -23,7 +23,7 @@ from lumen.internals.process_groups import check_reducer_names, end_backward, ex
 from lumen.internals.tensors import compute_norms, get_direct_buffers
 from lumen.strategies.ordered_sum import OrderedSum
 from lumen.strategies.step_module import AdditionMonitor, StepModule, describe_unused, refuse_sparse
-from lumen.strategies.strategy import NORM_TOLERANCE, RankInvariant, Strategy, sync_buffers
+from lumen.strategies.strategy import NORM_TOLERANCE, RankInvariant, Strategy, make_exact_error, sync_buffers
 
 _NO_CONTEXT = nullcontext()
 _BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
@@ -202,10 +202,7 @@ class DDP(Strategy):
             return
         if self._ddp.require_backward_grad_sync and self._checkpoint_count != count_reentrant_checkpoints():
             if self._sums is not None:
-                raise ConfigError(
-                    "reduction: exact does not support torch.utils.checkpoint with use_reentrant=True, whose backward "
-                    "adds to a gradient several times. Use use_reentrant=False."
-                )
+                raise make_exact_error("torch.utils.checkpoint with use_reentrant=True. Use use_reentrant=False")
             self._ddp.require_backward_grad_sync, self._is_reduction_deferred = False, True
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:

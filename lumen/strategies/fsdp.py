@@ -28,7 +28,7 @@ from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_modules, find_units, list_outermost
 from lumen.strategies.ordered_sum import OrderedSum
 from lumen.strategies.step_module import AdditionMonitor, describe_unused, refuse_sparse
-from lumen.strategies.strategy import RankInvariant, Strategy, sync_buffers
+from lumen.strategies.strategy import RankInvariant, Strategy, make_exact_error, sync_buffers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard",
@@ -198,11 +198,11 @@ class FSDP(Strategy):
         """Refuse sizes of a mesh with which gradients cannot be summed in the order of micro-batches."""
         names = mesh.mesh_dim_names or ()
         if "tensor" in names:
-            raise ConfigError("reduction: exact does not support Mesh with tensor. Set tensor: 1, or remove reduction.")
+            raise make_exact_error("Mesh with tensor. Set tensor: 1")
         if self.context is not None:
-            raise ConfigError("reduction: exact does not support Mesh with context. Set context: 1.")
+            raise make_exact_error("Mesh with context. Set context: 1")
         if mesh.size(-1) == 1:
-            raise ConfigError("reduction: exact needs shards of parameters. Replicas without shards are strategy: ddp.")
+            raise make_exact_error("replicas without shards. Use strategy: ddp")
 
     def _choose_mesh(self) -> dict[str, int]:
         """Return the sizes of the device mesh, by name of dimension."""

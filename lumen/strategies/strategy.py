@@ -238,6 +238,31 @@ def count_training_parts(strategy: Strategy) -> int:
     return strategy.data_world_size // (1 if strategy.context is None else strategy.context.size)
 
 
+def set_reduction(strategy: Strategy, reduction: str | None) -> None:
+    """Set `is_exact` of a strategy.
+
+    Args:
+        strategy: The strategy of a trainer.
+        reduction: The argument of the trainer.
+
+    Raises:
+        ConfigError: The strategy does not support exact sums, or has a setting that rounds.
+    """
+    kind = type(strategy).__name__
+    if strategy.is_exact is not None:
+        strategy.is_exact = reduction is not None
+    elif reduction is not None:
+        raise make_exact_error(f"{kind}. Use strategy: single, ddp or fsdp")
+    settings = [name for name, value in strategy.numerics.items() if value is not None] if strategy.is_exact else []
+    if settings:
+        raise make_exact_error(f"{settings[0]} of {kind}. Remove it")
+
+
+def make_exact_error(reason: str) -> ConfigError:
+    """Return the error for a part of a run that cannot be exact, with what to do instead."""
+    return ConfigError(f"reduction: exact does not support {reason}, or remove reduction.")
+
+
 def gather_from_data_ranks(strategy: Strategy, value: T) -> list[T]:
     """Return the value of each data rank's first process, over Lumen's own group. Collective."""
     return select_by_data_rank(strategy.processes.all_gather((strategy.data_rank, strategy._as_portable(value))))

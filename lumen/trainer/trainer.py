@@ -31,7 +31,6 @@ from lumen.loop.fit import train_run
 from lumen.precision import Precision, make_precision
 from lumen.profilers import Profiler, make_profiler
 from lumen.random import check_seed
-from lumen.run.exact_reduction import set_reduction
 from lumen.run.open_loaders import choose_source
 from lumen.run.plan import (
     Duration,
@@ -43,7 +42,7 @@ from lumen.run.plan import (
     parse_validation_interval,
 )
 from lumen.run.run import Run
-from lumen.strategies import Strategy, make_strategy
+from lumen.strategies import Strategy, make_strategy, set_reduction
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
