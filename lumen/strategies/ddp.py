@@ -212,9 +212,12 @@ class DDP(Strategy):
             ConfigError: A step has several micro-batches, with `static_graph`.
         """
         if self._sums is not None and self._ddp is not None and (last or not self._options["static_graph"]):
+            self._check_all_used()  # in the micro-batch before
             self._sums.begin_micro_batch(last=last)
             for parameter in self._parameters:  # the hook gets the gradient of this micro-batch alone
-                parameter.grad = None
+                if parameter.grad is not None:
+                    self._sums.note_used(parameter)
+                    parameter.grad = None
             return _NO_CONTEXT
         if last or self._ddp is None:
             return _NO_CONTEXT
@@ -253,6 +256,10 @@ class DDP(Strategy):
         if self._is_reduction_deferred and self._ddp is not None:
             self._ddp.require_backward_grad_sync, self._is_reduction_deferred, self._has_started = True, False, True
             self.make_zero_loss().backward()  # type: ignore[no-untyped-call]
+        self._check_all_used()
+
+    def _check_all_used(self) -> None:
+        """Refuse parameters that the last backward with communication left without a gradient."""
         if self._ddp is None or self._options["static_graph"]:
             return
         try:

@@ -34,17 +34,23 @@ class OrderedSum:
         self.is_last = True
         self._sums: dict[Any, torch.Tensor] = {}
         self._added: set[Any] = set()
-        self._waiting: list[tuple[torch.Tensor, Any, torch.futures.Future[torch.Tensor]]] = []
+        self._used: set[Any] = set()
+        self._waiting: list[tuple[torch.Tensor, Any, Any, torch.futures.Future[torch.Tensor]]] = []
 
     def begin_step(self) -> None:
         """Drop the sums of the step before."""
         self._sums.clear()
+        self._used.clear()
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Prepare for a forward and a backward."""
         self.is_last = last
         self._added.clear()
         self._waiting.clear()
+
+    def note_used(self, parameter: torch.Tensor) -> None:
+        """Note that some process has used a parameter in this step, so that it gets a gradient in any case."""
+        self._used.add(parameter)
 
     def send(self, flat: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, Any]:
         """Begin to send each process its part of a gradient. Collective: every rank must call this.
@@ -91,10 +97,16 @@ class OrderedSum:
         flat = bucket.buffer()
         devices = [flat.device] if flat.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        self._waiting.append((flat, self.send(flat, _cut(flat.numel(), self._processes.world_size)), future))
-        for key, (local, (received, work), done) in enumerate(self._waiting if bucket.is_last() else ()):
+        places = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
+        self._waiting.append((flat, places, self.send(flat, _cut(flat.numel(), self._processes.world_size)), future))
+        for key, (local, views, (received, work), done) in enumerate(self._waiting if bucket.is_last() else ()):
             total = self.add(key, received, work)
-            done.set_result(self._gather(total, local) if self.is_last else local)
+            result = self._gather(total, local) if self.is_last else local
+            for parameter, view in views if self.is_last and self._used else ():
+                if parameter.grad is None and parameter in self._used:
+                    # The wrapper writes to this gradient, unless no process uses the parameter in this micro-batch.
+                    parameter.grad = result.as_strided(view.shape, view.stride(), view.storage_offset()).clone()
+            done.set_result(result)
         return future
 
     def _gather(self, total: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
