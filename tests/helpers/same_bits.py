@@ -12,17 +12,17 @@ import lumen
 from lumen.distributed.dtensor import gather_full_tensor
 from tests.helpers.tasks import quiet_trainer
 
-VOCAB, WIDTH, TIME, SAMPLES = 23, 20, 6, 37  # sizes that 3 and 4 processes do not divide; a ragged last step
+VOCAB, WIDTH, TIME = 23, 20, 6  # sizes that 3 and 4 processes do not divide
 
 
 class Texts(Dataset):
     """Blocks of tokens, with a random token in each, from a careless user's generators."""
 
-    def __init__(self):
-        self.ids = torch.randint(0, VOCAB, (SAMPLES, TIME + 1), generator=torch.Generator().manual_seed(1))
+    def __init__(self, samples):
+        self.ids = torch.randint(0, VOCAB, (samples, TIME + 1), generator=torch.Generator().manual_seed(1))
 
     def __len__(self):
-        return SAMPLES
+        return len(self.ids)
 
     def __getitem__(self, index):
         ids = self.ids[index].clone()
@@ -50,25 +50,28 @@ class Model(lumen.TaskModule):
 
     Args:
         weights: "samples", "returned" or "known": how the task weighs a micro-batch, the last two by uneven fractions.
+        skips: True if some micro-batches have no loss, and some do not use the last block.
     """
 
-    def __init__(self, weights="samples"):
+    def __init__(self, weights="samples", *, skips=False):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head.weight = self.tokens.weight
-        self.weights = weights
+        self.weights, self.skips = weights, skips
         if weights == "known":
             self.batch_weight = lambda batch: float((batch[1] > 5).sum()) * 0.1
 
     def forward(self, ids):
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks[0](self.tokens(ids))
+        if not (self.skips and self.training and ids[0, 0] % 3):
+            x = self.blocks[1](x)
         return self.head(x)
 
     def training_step(self, batch):
+        if self.skips and batch[0][0, 1] % 5 == 0:
+            return None
         loss = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("tenths", 0.1 * len(batch[0]), on_step=False, on_epoch=True, reduce_fx="sum")
@@ -78,17 +81,18 @@ class Model(lumen.TaskModule):
         self.log("val_loss", F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten()))
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return lumen.optim.adamw(self.parameters(), lr=1e-2)  # fused, which rounds shards differently
 
 
-def make_loaders():
+def make_loaders(samples=37):
     """Return a loader for training and one for validation."""
-    return DataLoader(Texts(), 2, shuffle=True), DataLoader(Texts(), 5)
+    return DataLoader(Texts(samples), 2, shuffle=True), DataLoader(Texts(samples), 5)
 
 
 def make_strategy(name):
     """Return the strategy with a short name."""
     return {
+        "ddp_unused": lambda: lumen.DDP(find_unused_parameters=True, bucket_cap_mb=0.01),
         "hybrid": lambda: lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2),
         "shard_grad_op": lambda: lumen.FSDP(sharding_strategy="shard_grad_op"),
         "mesh": lambda: lumen.Mesh(replicate=2, shard=2),
@@ -100,20 +104,20 @@ def hash_run(trainer, task):
     digest = hashlib.sha256()
     for parameter in task.parameters():
         state = trainer.optimizers[0].state[parameter]
-        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]):
             digest.update(gather_full_tensor(tensor.detach()).contiguous().numpy().tobytes())
     rows = trainer.run_directory / "metrics.csv"
     return digest.hexdigest()[:16], rows.read_text()
 
 
-def train(folder, strategy="single", weights="samples", max_steps=8, **options):
+def train(folder, strategy="single", weights="samples", samples=37, max_steps=8, *, skips=False, **options):
     """Train, and return the hash and the metrics of the run."""
     torch.set_num_threads(1)
-    task = Model(weights)
+    task = Model(weights, skips=skips)
     options = {"global_batch_size": 16, "gradient_clip_val": 0.5, "reduction": "exact"} | options
     trainer = quiet_trainer(
         folder, strategy=make_strategy(strategy), max_steps=max_steps, log_every_n_steps=1, num_sanity_val_steps=0,
         **options,
     )  # fmt: skip
-    trainer.fit(task, *make_loaders())
+    trainer.fit(task, *make_loaders(samples))
     return hash_run(trainer, task)

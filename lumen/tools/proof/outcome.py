@@ -172,6 +172,7 @@ class Outcome:
         values: The dictionaries that `validate` returned, joined.
         workers: Number of workers of the training loader.
         by_hand: True if the task uses manual optimization, in which each batch is a step.
+        is_exact: True if the trainer has `reduction="exact"`.
         dtypes: All dtypes of losses.
         plan: The owner of a plan for tensor parallelism: "task", "model" of transformers, or "".
     """
@@ -192,6 +193,7 @@ class Outcome:
     values: dict[str, float] = field(default_factory=dict)
     workers: int = 0
     by_hand: bool = False
+    is_exact: bool = False
     dtypes: list[str] = field(default_factory=list)
     plan: str = ""
 

@@ -187,7 +187,7 @@ class Prover:
                     before=[run.result() for run in multi.values()][:1],
                 )
             ],
-            "processes": [partial(self._prove_two_processes, base, one, run) for run in multi.values()],
+            "processes": [partial(self._prove_two_processes, base, one, run, name) for name, run in multi.items()],
             "compile": [partial(self._prove_compiled, base)] if self._compiles else [],
             "validation": [partial(self._prove_validation_neutral, base)],
             "again": [lambda: self._make_row("P2", "run again", base, self._again, tolerance=0.0)],
@@ -212,11 +212,16 @@ class Prover:
         )
         return self._make_unproven_row("P1", "two processes", "", 0.0, "not comparable", why)
 
-    def _prove_two_processes(self, base: VariantResult, one: VariantResult, run: Future[VariantResult]) -> ProofRow:
+    def _prove_two_processes(
+        self, base: VariantResult, one: VariantResult, run: Future[VariantResult], name: Name
+    ) -> ProofRow:
         other = run.result()
         what = f"two processes, {_format_strategy(other.variant.strategy)}"
         if other.variant.strategy != "mesh":
-            return self._make_row("P1", what, one, other)
+            if not base.outcome.is_exact:
+                return self._make_row("P1", what, one, other)
+            exact = self._run_variant(Variant(f"{name}-exact", 2, name, exact=True))
+            return self._make_row("P1", f"{what}, exact", base, exact, tolerance=0.0)
         row = self._make_row("P1", what, one, other, _WHOLE_KINDS, self._cut_tolerance)
         is_refused = other.failure is not None and other.failure["ours"] == "True"
         if row.cause is not None and is_refused and base.outcome.plan == "model":

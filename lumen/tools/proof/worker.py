@@ -185,7 +185,7 @@ def run_variant(
 
     built = make(change, size.seed)
     task, data, trainer = built.task, built.data, built.trainer
-    outcome.by_hand = not task.automatic_optimization
+    outcome.by_hand, outcome.is_exact = not task.automatic_optimization, bool(trainer.strategy.is_exact)
     if outcome.by_hand:
         trainer._change_settings(accumulate={0: 1}, limits={**trainer.plan.limits, "train": size.epoch_steps})
     if not variant.evaluates:
