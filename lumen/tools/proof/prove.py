@@ -187,7 +187,9 @@ class Prover:
                     before=[run.result() for run in multi.values()][:1],
                 )
             ],
-            "processes": [partial(self._prove_two_processes, base, one, run, name) for name, run in multi.items()],
+            "processes": [
+                partial(self._prove_two_processes, base, one, multi[name], name) for name in names if name in multi
+            ],
             "compile": [partial(self._prove_compiled, base)] if self._compiles else [],
             "validation": [partial(self._prove_validation_neutral, base)],
             "again": [lambda: self._make_row("P2", "run again", base, self._again, tolerance=0.0)],
