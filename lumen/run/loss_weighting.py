@@ -232,7 +232,7 @@ class LossWeighting:
             raise _make_mixed_weights_error()
         if with_weight or without_weight:
             self.has_returned_weights = bool(with_weight)
-        if self.has_returned_weights and not self._is_single_micro_batch:
+        if self.has_returned_weights:
             # A process without a loss learns only here that the other processes have divided by the guess.
             self.planned = self.total if self._is_single_micro_batch else self._guess
         return [flag > 0 for flag in flags]
