@@ -3,7 +3,6 @@
 import logging
 import os
 import warnings
-from collections import Counter
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from tests.helpers.mesh import (
     Taught,
     Views,
     Whole,
+    count_step_collectives,
     make_loader,
     train_model,
 )
@@ -279,15 +279,8 @@ def test_a_tensor_group_over_nodes_warns(group, tmp_path):
 
 def count_collectives(folder, shape):
     """Return the collectives of two further steps, by name and shape, and the parameters of a block on this process."""
-    found = []
-    for steps in (1, 2, 4):  # the first run opens the groups
-        task, strategy = Momentum(), make_strategy(shape)
-        trainer = bare_trainer(folder, max_steps=steps, strategy=strategy, gradient_clip_val=1.0)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
-            trainer.fit(task, make_loader(shuffle=True))
-        events = [each for each in record.events() if each.name.startswith("gloo:")]
-        found.append(Counter((each.name.removeprefix("gloo:"), str(each.input_shapes[0])) for each in events))
-    return dict(found[2] - found[1]), sum(each.to_local().numel() for each in task.blocks[0].parameters())
+    found, task = count_step_collectives(folder, Momentum, make_strategy(shape), make_loader(shuffle=True))
+    return found, sum(each.to_local().numel() for each in task.blocks[0].parameters())
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)], ids=str)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import ConfigError
 from tests.helpers.checkpoints import read_tensors
+from tests.helpers.mesh import count_step_collectives
 from tests.helpers.tasks import bare_trainer, quiet_trainer
 
 VOCAB, WIDTH, TIME, SAMPLES = 24, 16, 8, 22  # the last step of an epoch has fewer samples than the other steps
@@ -148,6 +149,20 @@ def test_context_parts_resume_on_other_meshes(group, tmp_path, single, before, a
         else group(4).run(train, tmp_path, after, None, 11)[0][2]
     )
     assert_close(path, single[1][2])
+
+
+def count_collectives(folder):
+    return count_step_collectives(folder, Model, lumen.Mesh(context=2), make_loader(shuffle=True))[0]
+
+
+def test_context_parts_communicate_as_documented(group, tmp_path):
+    """Each attention gathers keys and values, and numbers of documents; the rest is FSDP's."""
+    for found in group(2).run(count_collectives, tmp_path, limit_s=120):
+        assert found.pop(("all_gather", "[2, 4, 4, 8]")) == 2 * 2  # keys and values: 2 samples, 4 heads, half the time
+        assert found.pop(("all_reduce", "[4, 4, 4, 8]")) == 2 * 2  # their gradients; gloo has no reduce-scatter
+        assert found.pop(("all_gather", "[2, 4]")) == 2 * 2  # numbers of documents
+        assert sum(count for (name, _), count in found.items() if name == "all_gather") == 2 * (2 * 2 + 1)
+        assert {name for name, _ in found} == {"all_gather", "all_reduce"}
 
 
 # ---------------------------------------------------------------------- faults that are refused

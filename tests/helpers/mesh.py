@@ -1,6 +1,7 @@
 """Small language model with a plan for tensor parallelism, for trainings on meshes."""
 
 import warnings
+from collections import Counter
 
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
-from tests.helpers.tasks import quiet_trainer
+from tests.helpers.tasks import bare_trainer, quiet_trainer
 
 VOCAB, WIDTH, HEAD, TIME, SAMPLES = 24, 16, 4, 6, 22  # the last step of an epoch has fewer samples than the other steps
 PLAN = {
@@ -131,6 +132,19 @@ def make_loader(shuffle):
     """Return blocks of tokens, in batches of 2."""
     ids = torch.randint(0, VOCAB, (SAMPLES, TIME + 1), generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), 2, shuffle=shuffle)
+
+
+def count_step_collectives(folder, make_task, strategy, loader):
+    """Return the collectives of two further steps of a run, by name and shape, and its task."""
+    found = []
+    for steps in (1, 2, 4):  # the first run opens the groups
+        task = make_task()
+        trainer = bare_trainer(folder, max_steps=steps, strategy=strategy, gradient_clip_val=1.0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
+            trainer.fit(task, loader)
+        events = [each for each in record.events() if each.name.startswith("gloo:")]
+        found.append(Counter((each.name.removeprefix("gloo:"), str(each.input_shapes[0])) for each in events))
+    return dict(found[2] - found[1]), task
 
 
 def train_model(folder, strategy, max_steps=7, **options):
