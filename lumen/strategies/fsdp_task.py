@@ -252,8 +252,14 @@ class ShardedTask:
         try:
             output = self.root(step, *args)
             self._check_same_unit(None)
-            if self._in_forward and any(isinstance(each, DTensor) for each in iterate_tensors(output)):
+            outputs = [each for each in iterate_tensors(output) if self._in_forward and isinstance(each, DTensor)]
+            if any(map(is_placed, outputs)):
                 raise RuntimeError("the loss is made of mixed torch.Tensor and DTensor")
+            if outputs:
+                raise ConfigError(
+                    "Mesh: training_step computes the loss from the weight of a layer that parallel_plan cuts. Use the "
+                    "whole weight: weight.full_tensor() if isinstance(weight, torch.distributed.tensor.DTensor)."
+                )
             return output
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):

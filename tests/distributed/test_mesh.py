@@ -28,6 +28,8 @@ from tests.helpers.mesh import (
     Manual,
     Model,
     Momentum,
+    Penalized,
+    PenalizedInPart,
     Taught,
     Views,
     Whole,
@@ -117,6 +119,7 @@ FEATURES = {
     "hooked": (Hooked, {}, {}),
     "views": (Views, {}, {}),
     "llama": (Llama, {}, {}),
+    "penalty": (Penalized, {}, {}),
     "offload": (Momentum, {"cpu_offload": True}, {}),
     "taught": (Taught, {}, {}),
     "unused": (Momentum, {"find_unused_parameters": True}, {}),
@@ -169,6 +172,18 @@ def test_steps_of_cut_layers_equal_one_process(group, tmp_path, name):
     alone = train_cut(tmp_path / "alone", name, "single")
     for found in group(2).run(train_cut, tmp_path, name, lumen.Mesh(tensor=2), limit_s=120):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-11)
+
+
+def catch_part(folder):
+    trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2))
+    with pytest.raises(
+        ConfigError, match=r"the weight of a layer that parallel_plan cuts.* weight\.full_tensor\(\)"
+    ):
+        trainer.fit(PenalizedInPart(), make_loader(shuffle=True))
+
+
+def test_a_loss_of_a_part_is_refused(group, tmp_path):
+    group(2).run(catch_part, tmp_path)
 
 
 def catch_adapter(folder):

@@ -5,6 +5,7 @@ from collections import Counter
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -166,6 +167,23 @@ class Momentum(Model):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+class Penalized(Momentum):
+    """Model with a penalty of the weight of a cut layer."""
+
+    gathers = True
+
+    def training_step(self, batch):
+        loss, tokens = super().training_step(batch)
+        weight = self.head.weight
+        if self.gathers and isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        return loss + 0.1 * weight.square().sum(), tokens
+
+
+class PenalizedInPart(Penalized):
+    gathers = False
 
 
 class Whole(Model):
