@@ -447,7 +447,7 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(catch_error, capsys):
         (["--trainer.strategy=deepspeed"], "trainer.strategy (the command line): 'deepspeed' is unknown; use fsdp, which"),
         (["--trainer.strategy=mesh", "--trainer.strategy.tenser=2"], "trainer.strategy.tenser (the command line): Mesh has no option tenser. Did you mean tensor?"),
         (["--trainer.strategy=single", "--trainer.strategy.tensor=2"], "trainer.strategy (the command line): single has no options. Set options of ddp, fsdp, mesh only."),
-        (["--trainer.strategy.tensor=2"], 'trainer.strategy (the command line): expected str or Strategy, found {"tensor": "2"}. Set the class of these options by --trainer.strategy CLASS.'),
+        (["--trainer.strategy.tensor=2"], 'trainer.strategy (the command line): expected Strategy or str, found {"tensor": "2"}. Set the class of these options by --trainer.strategy CLASS.'),
         (["--trainer.strategy=mesh", "--trainer.strategy.tensor=2"], "Mesh: replicate * shard * tensor * context is 1 * 1 * 2 * 1 = 2, but 1 process runs. Change a size, or set devices: 2."),
         (["--trainer.num_nodes=0"], "trainer.num_nodes (the command line): must be at least 1, found 0."),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val (the command line): must be at least 0, found -1.0."),

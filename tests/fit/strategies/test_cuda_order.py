@@ -349,7 +349,7 @@ def test_lent_batch_is_moved_to_the_host(request, tmp_path):
     run.strategy.processes = run.processes = Recorded()
     run.strategy.device = torch.device("cuda")
     asked = request.getfixturevalue("requested_moves")
-    share_batch(_make_rank_slice(run, needs_dummies=True), 0, LoadedBatch(torch.ones(2), 2))
+    share_batch(_make_rank_slice(run, 1, needs_dummies=True), 0, LoadedBatch(torch.ones(2), 2))
     assert asked == [("cpu", False)]
 
 
