@@ -182,10 +182,10 @@ def update_parameters(
 def complete_gradients(run: Run, weighting: LossWeighting) -> None:
     """Make the accumulated gradients the gradients of the step's mean loss, and clip them."""
     plan, optim = run.plan, run.optim
+    if optim.is_exact and run.processes.world_size == 1:
+        optim.remove_negative_zeros()  # A sum over several processes begins with 0.0.
     # fp16 has multiplied the losses by its scale. Hooks and thresholds need the gradients without the scale.
     run.precision.unscale(optim.optimizer)
-    if optim.is_exact:
-        optim.remove_negative_zeros()
     # If `training_step` returned the weights, the losses were divided by a guess of the sum of weights. The factor
     # guess / sum corrects the gradients. Under fp16 it includes the number of processes, which could have made a loss
     # overflow.

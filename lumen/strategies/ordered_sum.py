@@ -2,7 +2,7 @@
 
 Process r of P has the micro-batches r, r + P, r + 2 P, ... of a step. After each backward, process i receives part i of
 the gradients of all processes, and adds the parts to its sum in the order of ranks. So each element of the sum is
-((0 + g0) + g1) + g2 + ..., as on one process, where autograd adds each gradient to `parameter.grad`.
+((0.0 + g0) + g1) + g2 + ..., as on one process, where autograd adds each gradient to `parameter.grad`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class OrderedSum:
         self._processes = processes
         self.is_last = True
         self._sums: dict[Any, torch.Tensor] = {}
+        self._received: dict[int, torch.Tensor] = {}  # memory for the parts of each bucket
         self._added: set[Any] = set()
         self._used: set[Any] = set()
         self._waiting: list[tuple[torch.Tensor, Any, Any, torch.futures.Future[torch.Tensor]]] = []
@@ -52,18 +53,22 @@ class OrderedSum:
         """Note that some process has used a parameter in this step, so that it gets a gradient in any case."""
         self._used.add(parameter)
 
-    def send(self, flat: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, Any]:
+    def send(
+        self, flat: torch.Tensor, sizes: Sequence[int], memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
         """Begin to send each process its part of a gradient. Collective: every rank must call this.
 
         Args:
             flat: The parts in the order of ranks, one after the other.
             sizes: Number of elements of each part.
+            memory: A tensor for the received parts, if its size is right; else new memory is used.
 
         Returns:
             The parts that this process receives, of shape (processes, size), and the work to wait for.
         """
         own = sizes[self._processes.rank]
-        received = flat.new_empty(len(sizes), own)
+        is_right = memory is not None and memory.shape == (len(sizes), own)
+        received = memory if memory is not None and is_right else flat.new_empty(len(sizes), own)
         work = dist.all_to_all_single(
             received.view(-1), flat, [own] * len(sizes), list(sizes), group=self._processes.gradient_group,
             async_op=True,
@@ -83,7 +88,10 @@ class OrderedSum:
             )
         self._added.add(key)
         work.wait()
-        total = self._sums.setdefault(key, torch.zeros_like(received[0]))
+        total = self._sums.get(key)
+        if total is None:
+            total = self._sums[key] = received[0] + 0.0  # so that no sum is -0.0
+            received = received[1:]
         for part in received:
             total.add_(part)
         return total
@@ -98,10 +106,13 @@ class OrderedSum:
         devices = [flat.device] if flat.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         places = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
-        self._waiting.append((flat, places, self.send(flat, _cut(flat.numel(), self._processes.world_size)), future))
-        for key, (local, views, (received, work), done) in enumerate(self._waiting if bucket.is_last() else ()):
-            total = self.add(key, received, work)
-            result = self._gather(total, local) if self.is_last else local
+        memory, sizes = self._received.get(bucket.index()), _cut(flat.numel(), self._processes.world_size)
+        self._received[bucket.index()], work = self.send(flat, sizes, memory)
+        self._waiting.append((flat, places, work, future))
+        for key, (result, views, work, done) in enumerate(self._waiting if bucket.is_last() else ()):
+            total = self.add(key, self._received[key], work)
+            if self.is_last:
+                self._gather(total, result)
             for parameter, view in views if self.is_last and self._used else ():
                 if parameter.grad is None and parameter in self._used:
                     # The wrapper writes to this gradient, unless no process uses the parameter in this micro-batch.
@@ -109,14 +120,16 @@ class OrderedSum:
             done.set_result(result)
         return future
 
-    def _gather(self, total: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """Return the sums of all processes. Collective: every rank must call this."""
-        world = self._processes.world_size
-        own = total.new_zeros(-(-flat.numel() // world))
-        own[: total.numel()] = total
-        gathered = own.new_empty(world * own.numel())
-        all_gather_flat(gathered, own, group=self._processes.gradient_group)
-        return gathered[: flat.numel()]
+    def _gather(self, total: torch.Tensor, flat: torch.Tensor) -> None:
+        """Write the sums of all processes to `flat`. Collective: every rank must call this."""
+        world, group = self._processes.world_size, self._processes.gradient_group
+        size = -(-flat.numel() // world)
+        if flat.numel() == size * world:
+            all_gather_flat(flat, total, group=group)
+            return
+        gathered = flat.new_empty(size * world)
+        all_gather_flat(gathered, torch.nn.functional.pad(total, (0, size - total.numel())), group=group)
+        flat.copy_(gathered[: flat.numel()])
 
 
 @final

@@ -18,7 +18,8 @@ LAYOUTS = [
 ]  # fmt: skip
 KINDS = {
     "fp32": {},  # with a ragged last step of 3 micro-batches
-    "bf16": {"weights": "known", "precision": "bf16"},
+    "fp64": {"weights": "known", "precision": "fp64", "momentum": True},  # where the last digit of a weight matters
+    "bf16": {"weights": "returned", "precision": "bf16"},
     "fp16": {"weights": "returned", "precision": "fp16", "samples": 33},  # a last step of one micro-batch
 }
 SKIPS = {"weights": "returned", "skips": True}

@@ -50,16 +50,18 @@ class Model(lumen.TaskModule):
 
     Args:
         weights: "samples", "returned" or "known": how the task weighs a micro-batch, the last two by uneven fractions.
+        momentum: True to train by SGD with momentum, whose state shows the sign of a gradient of 0.
         skips: True if some micro-batches have no loss, and some do not use the last block.
     """
 
-    def __init__(self, weights="samples", *, skips=False):
+    def __init__(self, weights="samples", *, momentum=False, skips=False):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head.weight = self.tokens.weight
-        self.weights, self.skips = weights, skips
+        self.zero = nn.Parameter(torch.ones(5))
+        self.weights, self.momentum, self.skips = weights, momentum, skips
         if weights == "known":
             self.batch_weight = lambda batch: float((batch[1] > 5).sum()) * 0.1
 
@@ -72,7 +74,7 @@ class Model(lumen.TaskModule):
     def training_step(self, batch):
         if self.skips and batch[0][0, 1] % 5 == 0:
             return None
-        loss = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        loss = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten()) + (self.zero * -0.0).sum()
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("tenths", 0.1 * len(batch[0]), on_step=False, on_epoch=True, reduce_fx="sum")
         return (loss, float((batch[1] > 5).sum()) * 0.1) if self.weights == "returned" else loss
@@ -81,6 +83,8 @@ class Model(lumen.TaskModule):
         self.log("val_loss", F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten()))
 
     def configure_optimizers(self):
+        if self.momentum:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return lumen.optim.adamw(self.parameters(), lr=1e-2)  # fused, which rounds shards differently
 
 
@@ -104,16 +108,18 @@ def hash_run(trainer, task):
     digest = hashlib.sha256()
     for parameter in task.parameters():
         state = trainer.optimizers[0].state[parameter]
-        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]):
+        for tensor in (parameter, *(state[name] for name in sorted(state))):
             digest.update(gather_full_tensor(tensor.detach()).contiguous().numpy().tobytes())
     rows = trainer.run_directory / "metrics.csv"
     return digest.hexdigest()[:16], rows.read_text()
 
 
-def train(folder, strategy="single", weights="samples", samples=37, max_steps=8, *, skips=False, **options):
+def train(
+    folder, strategy="single", weights="samples", samples=37, max_steps=8, *, momentum=False, skips=False, **options
+):
     """Train, and return the hash and the metrics of the run."""
     torch.set_num_threads(1)
-    task = Model(weights, skips=skips)
+    task = Model(weights, momentum=momentum, skips=skips)
     options = {"global_batch_size": 16, "gradient_clip_val": 0.5, "reduction": "exact"} | options
     trainer = quiet_trainer(
         folder, strategy=make_strategy(strategy), max_steps=max_steps, log_every_n_steps=1, num_sanity_val_steps=0,

@@ -165,11 +165,12 @@ class Prover:
         """Return the comparisons in the order of the promises. A comparison may wait for runs that started earlier."""
         wanted = self._only
         names, readers = [*STRATEGIES], [*_READERS]
-        if base.outcome.plan:
+        if base.outcome.plan and not base.outcome.is_exact:
             names.append("mesh")
             readers.append(("mesh", "single"))
         elif "processes" in wanted:
-            self.notes.append("no mesh was tried, because the task has no parallel_plan.")
+            why = "the task has no parallel_plan" if not base.outcome.plan else "reduction: exact does not support one"
+            self.notes.append(f"no mesh was tried, because {why}.")
         multi: dict[str, Future[VariantResult]] = {
             name: threads.submit(self._run_variant, Variant(name, 2, name))
             for name in names
