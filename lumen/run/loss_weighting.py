@@ -255,15 +255,16 @@ class LossWeighting:
 
         Args:
             parts: This process's weighted losses, as passed to backward: scalar tensors.
-            device: The device of the result.
+            device: The device of this process.
             reduce: Function that sums a tensor over the processes.
         """
         scalars = [part.detach().reshape(()) for part in parts]
         if self._exact_rank is not None:
-            spread = self.spread(list(map(float, scalars)), self._micro_batches)
-            values = reduce(torch.tensor(spread, dtype=torch.float64, device=device)).tolist()
+            values = self.spread(list(map(float, scalars)), self._micro_batches)
+            if self._data_world_size > 1:
+                values = reduce(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
             total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
-            return torch.tensor(total * self.correction, device=device)
+            return torch.tensor(total * self.correction, dtype=torch.float64)
         local_loss = torch.stack(scalars).sum() if scalars else torch.zeros((), device=device)
         processes = self._data_world_size * self._processes_per_data_rank
         # The loss on each process has the factor that its gradient has, so it needs the same average and correction.

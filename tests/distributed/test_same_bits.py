@@ -170,3 +170,45 @@ def refuse_shared_unit(folder):
 
 def test_exact_reduction_refuses_units_called_twice(group, tmp_path):
     group(2).run(refuse_shared_unit, tmp_path)
+
+
+class Sometimes(Model):
+    """Model whose last block is used by the first half of the micro-batches of a step."""
+
+    uses_all = True
+
+    def training_step(self, batch, batch_idx):
+        self.uses_all = batch_idx % 8 < 4
+        return super().training_step(batch)
+
+    def forward(self, ids):
+        x = self.blocks[0](self.tokens(ids))
+        return self.head(self.blocks[1](x) if self.uses_all else x)
+
+
+def train_sometimes(folder, strategy):
+    return train(folder, strategy, max_steps=2, make_task=Sometimes)
+
+
+def test_exact_runs_allow_uneven_calls_of_units(group, tmp_path):
+    expected = train_sometimes(tmp_path / "single", "single")
+    assert group(2).run(train_sometimes, tmp_path / "several", "fsdp")[0] == expected
+
+
+def read_losses(folder, strategy):
+    """Return the mean losses of steps, as callbacks read them."""
+    losses = []
+
+    class Reader(lumen.Callback):
+        needs_step_loss = True
+
+        def on_before_optimizer_step(self, trainer, task, optimizer):
+            losses.append((float(trainer.step_loss()), float(trainer.gradient_norm())))
+
+    train(folder, strategy, "returned", max_steps=3, callbacks=[Reader()])
+    return losses
+
+
+def test_exact_step_loss_is_bitwise_identical(group, tmp_path):
+    expected = read_losses(tmp_path / "single", "single")
+    assert group(3).run(read_losses, tmp_path / "several", "fsdp")[0] == expected

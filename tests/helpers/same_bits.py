@@ -115,11 +115,11 @@ def hash_run(trainer, task):
 
 
 def train(
-    folder, strategy="single", weights="samples", samples=37, max_steps=8, *, momentum=False, skips=False, **options
+    folder, strategy="single", weights="samples", samples=37, max_steps=8, *, momentum=False, skips=False, make_task=Model, **options
 ):
     """Train, and return the hash and the metrics of the run."""
     torch.set_num_threads(1)
-    task = Model(weights, momentum=momentum, skips=skips)
+    task = make_task(weights, momentum=momentum, skips=skips)
     options = {"global_batch_size": 16, "gradient_clip_val": 0.5, "reduction": "exact"} | options
     trainer = quiet_trainer(
         folder, strategy=make_strategy(strategy), max_steps=max_steps, log_every_n_steps=1, num_sanity_val_steps=0,
