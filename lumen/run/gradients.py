@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lumen.distributed.dtensor import gather_full_tensor, get_local_tensor, is_sharded
+from lumen.distributed.dtensor import get_local_tensor, is_sharded
 from lumen.errors import ConfigError
 from lumen.internals.tensors import add_to_all, clamp_all, compute_max_abs, multiply_all
 
@@ -71,10 +71,55 @@ def compute_total_norm(parameters: Iterable[nn.Parameter], *, exact: bool = Fals
 
 
 def _compute_exact_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of gradients, each of which is gathered and contiguous, so that its sum has one order."""
-    wholes = (gather_full_tensor(gradient).contiguous() for gradient in gradients)
-    norms = [torch.linalg.vector_norm(whole) for whole in wholes]
-    return torch.linalg.vector_norm(_move_to_one_device(norms)) if norms else torch.zeros(())
+    """Return the norm of gradients, each of which is whole and contiguous on some process: its sum has one order."""
+    held = list(gradients)
+    norms: dict[int, torch.Tensor] = {}
+    by_mesh: dict[Any, dict[int, Any]] = {}
+    for index, gradient in enumerate(held):
+        if is_sharded(gradient) and gradient.device_mesh.size(-1) > 1:  # type: ignore[attr-defined]
+            by_mesh.setdefault((gradient.device_mesh, gradient.dtype), {})[index] = gradient  # type: ignore[attr-defined]
+        else:
+            norms[index] = torch.linalg.vector_norm(get_local_tensor(gradient).reshape(-1))
+    for (mesh, _), sharded in by_mesh.items():
+        norms |= zip(sharded, _compute_norms_of_shards([*sharded.values()], mesh), strict=True)
+    found = [norms[index] for index in range(len(held))]
+    return torch.linalg.vector_norm(_move_to_one_device(found)) if found else torch.zeros(())
+
+
+def _compute_norms_of_shards(gradients: list[Any], mesh: Any) -> Iterable[torch.Tensor]:
+    """Return the norm of each gradient, which one process computes from the shards of all. Collective.
+
+    Args:
+        gradients: Gradients of one dtype, whose rows are sharded over the last dimension of the mesh.
+        mesh: The device mesh of the gradients.
+    """
+    world, rank, group = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+    loads, owned = [0] * world, [list[int]() for _ in range(world)]
+    for index, gradient in enumerate(gradients):
+        owner = loads.index(min(loads))
+        loads[owner] += gradient.numel()
+        owned[owner].append(index)
+    locals_ = [gradient.to_local().reshape(-1) for gradient in gradients]
+    sent = [locals_[index] for indices in owned for index in indices]
+    mine = [gradients[index] for index in owned[rank]]
+    sizes = [
+        [
+            max(min(rows := -(-len(each) // world), len(each) - part * rows), 0) * (each.numel() // len(each))
+            for each in mine
+        ]
+        for part in range(world)
+    ]
+    received = locals_[0].new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(
+        received, torch.cat(sent), [sum(each) for each in sizes],
+        [sum(locals_[index].numel() for index in indices) for indices in owned], group=group,
+    )  # fmt: skip
+    parts = torch.split(received, [size for each in sizes for size in each])
+    norms = received.new_zeros(len(gradients))
+    for place, index in enumerate(owned[rank]):
+        norms[index] = torch.linalg.vector_norm(torch.cat(parts[place :: len(mine)]))
+    dist.all_reduce(norms, group=group)  # Each norm is 0 on all processes but one.
+    return list(norms)
 
 
 def _compute_norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor:

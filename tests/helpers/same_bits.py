@@ -115,7 +115,16 @@ def hash_run(trainer, task):
 
 
 def train(
-    folder, strategy="single", weights="samples", samples=37, max_steps=8, *, momentum=False, skips=False, make_task=Model, **options
+    folder,
+    strategy="single",
+    weights="samples",
+    samples=37,
+    max_steps=8,
+    *,
+    momentum=False,
+    skips=False,
+    make_task=Model,
+    **options,
 ):
     """Train, and return the hash and the metrics of the run."""
     torch.set_num_threads(1)
