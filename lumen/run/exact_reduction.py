@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import disable_fused
 from lumen.optim import Lookahead, MultiOptimizer, list_on_parts
@@ -38,6 +39,12 @@ def check_exact_reduction(run: Run) -> None:
                 f"reduction: exact: rank 0 runs with {facts[0]}, and rank {rank} with {other}. Their micro-batches "
                 "would be rounded differently: use equal devices, versions and OMP_NUM_THREADS."
             )
+    if (threads := facts[0].get("threads", 1)) != 1:
+        _log.warning(
+            "reduction: exact: %s threads add in a different order than 1 thread. To compare runs on different numbers "
+            "of processes, set OMP_NUM_THREADS=1 for all of them",
+            threads,
+        )
     if run.strategy.parameter_device.type == "cpu":
         for each in run.optim.optimizers:
             disable_fused(each)  # it rounds the last elements of a tensor, or of a shard, differently

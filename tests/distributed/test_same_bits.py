@@ -93,6 +93,16 @@ def test_resumed_run_warns_of_other_reduction(tmp_path, caplog):
     assert "reduction was 'exact', is None" in caplog.text
 
 
+def test_exact_reduction_warns_of_several_threads(tmp_path, caplog):
+    try:
+        torch.set_num_threads(2)
+        with caplog.at_level(logging.WARNING, "lumen"):
+            bare_trainer(tmp_path, max_steps=1, reduction="exact", log_level="WARNING").fit(Model(), make_loaders()[0])
+    finally:
+        torch.set_num_threads(1)
+    assert "set OMP_NUM_THREADS=1" in caplog.text
+
+
 class Factored(Model):
     def configure_optimizers(self):
         return lumen.optim.Lookahead(torch.optim.Adafactor(self.parameters()))
