@@ -176,9 +176,7 @@ def test_steps_of_cut_layers_equal_one_process(group, tmp_path, name):
 
 def catch_part(folder):
     trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(tensor=2))
-    with pytest.raises(
-        ConfigError, match=r"the weight of a layer that parallel_plan cuts.* weight\.full_tensor\(\)"
-    ):
+    with pytest.raises(ConfigError, match=r"the weight of a layer that parallel_plan cuts.* weight\.full_tensor\(\)"):
         trainer.fit(PenalizedInPart(), make_loader(shuffle=True))
 
 
