@@ -42,7 +42,6 @@ class Context:
         return sharded.full_tensor(grad_placements=[Partial()])
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def get_context() -> Context | None:
     """Return the context group of the forward or backward in progress; None outside of context parallelism."""
     return _active[-1]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from lumen.distributed.context import Context, get_context
 from lumen.errors import ConfigError
@@ -55,11 +56,14 @@ def attention(
     bias: Tensor | None = attn_mask
     ids = document_ids
     if context is not None:
-        key, value, ids = _gather(context, query, key, value, attn_mask, dropout_p, document_ids)
+        gather: Any = torch.compiler.disable(_gather)  # type: ignore[no-untyped-call]
+        key, value, ids = gather(context, query, key, value, attn_mask, dropout_p, document_ids)
         if is_causal:  # Later keys are not needed, which lets fused kernels run.
             end = (context.rank + 1) * length
             key, value, ids = key[..., :end, :], value[..., :end, :], None if ids is None else ids[:, :end]
             if document_ids is None and context.rank:
+                from torch.nn.attention.bias import causal_lower_right  # It imports torch's compiler.
+
                 bias, is_causal = causal_lower_right(length, end), False
     if document_ids is not None:
         assert ids is not None
@@ -83,7 +87,6 @@ def position_ids(length: int, device: torch.device | None = None) -> Tensor:
     return torch.arange(length, device=device) + (0 if context is None else context.rank * length)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gather(
     context: Context,
     query: Tensor,
