@@ -18,11 +18,26 @@ LAYOUTS = [
 ]  # fmt: skip
 KINDS = {
     "fp32": {},  # with a ragged last step of 3 micro-batches
-    "fp64": {"weights": "known", "precision": "fp64", "momentum": True},  # where the last digit of a weight matters
+    "fp64": {
+        "weights": "known",
+        "precision": "fp64",
+        "model": {"momentum": True},
+    },  # where the last digit of a weight matters
     "bf16": {"weights": "returned", "precision": "bf16"},
     "fp16": {"weights": "returned", "precision": "fp16", "samples": 33},  # a last step of one micro-batch
 }
-SKIPS = {"weights": "returned", "skips": True}
+SKIPS = {"weights": "returned", "model": {"skips": True}}
+PLAIN = {"samples": 96, "gradient_clip_val": None, "augments": False, "model": {"dropout": 0.0}}
+#: Runs of 200 steps, each with a single feature, for micro-batches of two samples.
+LONG = {
+    "mean": {},
+    "token weights": {"weights": "returned"},
+    "ragged": {"samples": 91},
+    "clip": {"gradient_clip_val": 0.5},
+    "dropout": {"model": {"dropout": 0.1}},
+    "augmentation": {"augments": True},
+    "bf16": {"precision": "bf16"},
+}
 
 
 def train_kinds(folder, strategy, names=tuple(KINDS)):
@@ -41,6 +56,36 @@ def test_exact_runs_are_bitwise_identical(group, tmp_path, single, layout):
     processes, strategy = layout
     for found in group(processes).run(train_kinds, tmp_path, strategy, limit_s=100):
         assert found == single
+
+
+def train_long(folder, strategy):
+    """Return the hash and the metrics of each long run, by its feature and the number of micro-batches in a step."""
+    length = {"max_steps": 200, "check_val_every_n_epoch": 10}
+    return {
+        (name, count): train(
+            folder / f"{name} {count}", strategy, **PLAIN | options | length, global_batch_size=2 * count
+        )
+        for name, options in LONG.items()
+        for count in (4, 8, 16)  # one, two and four on each of four processes
+    }
+
+
+@pytest.fixture(scope="module")
+def single_long(tmp_path_factory):
+    """Return the hash and the metrics of each long run on one process."""
+    return train_long(tmp_path_factory.mktemp("long"), "single")
+
+
+@pytest.mark.torture
+@pytest.mark.time_limit(7200)
+@pytest.mark.parametrize(
+    "layout", [(1, "shard_grad_op"), (2, "shard_grad_op"), (3, "shard_grad_op"), *LAYOUTS], ids=str
+)
+def test_long_exact_runs_are_bitwise_identical(group, tmp_path, single_long, layout):
+    processes, strategy = layout
+    assert len({(rows, digest) for digest, rows in single_long.values()}) == len(single_long)
+    for found in group(processes).run(train_long, tmp_path, strategy, limit_s=3600):
+        assert found == single_long
 
 
 @pytest.mark.parametrize("processes", [2, 3])

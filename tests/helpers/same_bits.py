@@ -16,9 +16,10 @@ VOCAB, WIDTH, TIME = 23, 20, 6  # sizes that 3 and 4 processes do not divide
 
 
 class Texts(Dataset):
-    """Blocks of tokens, with a random token in each, from a careless user's generators."""
+    """Blocks of tokens; augmented ones have a random token, from a careless user's generators."""
 
-    def __init__(self, samples):
+    def __init__(self, samples, *, augments=True):
+        self.augments = augments
         self.ids = torch.randint(0, VOCAB, (samples, TIME + 1), generator=torch.Generator().manual_seed(1))
 
     def __len__(self):
@@ -26,17 +27,18 @@ class Texts(Dataset):
 
     def __getitem__(self, index):
         ids = self.ids[index].clone()
-        ids[random.randrange(TIME)] = torch.randint(1, VOCAB, ())
+        if self.augments:
+            ids[random.randrange(TIME)] = torch.randint(1, VOCAB, ())
         return ids[:-1], ids[1:]
 
 
 class Block(nn.Module):
     """Attention and two layers, with dropout."""
 
-    def __init__(self):
+    def __init__(self, dropout):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.drop, self.up, self.down = nn.Dropout(0.1), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop, self.up, self.down = nn.Dropout(dropout), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
         q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, dim=-1))
@@ -51,14 +53,15 @@ class Model(lumen.TaskModule):
     Args:
         weights: "samples", "returned" or "known": how the task weighs a micro-batch, the last two by uneven fractions.
         momentum: True to train by SGD with momentum, whose state shows the sign of a gradient of 0.
+        dropout: Probability of dropout.
         skips: True if some micro-batches have no loss, and some do not use the last block.
     """
 
-    def __init__(self, weights="samples", *, momentum=False, skips=False):
+    def __init__(self, weights="samples", *, momentum=False, skips=False, dropout=0.1):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
         self.head.weight = self.tokens.weight
         self.zero = nn.Parameter(torch.ones(5))
         self.weights, self.momentum, self.skips = weights, momentum, skips
@@ -88,9 +91,9 @@ class Model(lumen.TaskModule):
         return lumen.optim.adamw(self.parameters(), lr=1e-2)  # fused, which rounds shards differently
 
 
-def make_loaders(samples=37):
+def make_loaders(samples=37, *, augments=True):
     """Return a loader for training and one for validation."""
-    return DataLoader(Texts(samples), 2, shuffle=True), DataLoader(Texts(samples), 5)
+    return DataLoader(Texts(samples, augments=augments), 2, shuffle=True), DataLoader(Texts(samples), 5)
 
 
 def make_strategy(name):
@@ -115,24 +118,21 @@ def hash_run(trainer, task):
 
 
 def train(
-    folder,
-    strategy="single",
-    weights="samples",
-    samples=37,
-    max_steps=8,
-    *,
-    momentum=False,
-    skips=False,
-    make_task=Model,
-    **options,
-):
-    """Train, and return the hash and the metrics of the run."""
+    folder, strategy="single", weights="samples", samples=37, max_steps=8, *, augments=True, make_task=Model,
+    model=None, **options,
+):  # fmt: skip
+    """Train, and return the hash and the metrics of the run.
+
+    Args:
+        model: Further arguments of the task.
+        **options: Arguments of the trainer.
+    """
     torch.set_num_threads(1)
-    task = make_task(weights, momentum=momentum, skips=skips)
+    task = make_task(weights, **model or {})
     options = {"global_batch_size": 16, "gradient_clip_val": 0.5, "reduction": "exact"} | options
     trainer = quiet_trainer(
         folder, strategy=make_strategy(strategy), max_steps=max_steps, log_every_n_steps=1, num_sanity_val_steps=0,
         **options,
     )  # fmt: skip
-    trainer.fit(task, *make_loaders(samples))
+    trainer.fit(task, *make_loaders(samples, augments=augments))
     return hash_run(trainer, task)
