@@ -34,6 +34,7 @@ STRATEGIES = {
     "single": lambda: "single",
     "ddp": lambda: lumen.DDP(bucket_cap_mb=0.0005),  # several buckets
     "fsdp": lambda: lumen.FSDP(wrap="Linear"),
+    "hybrid": lambda: lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2),
     "mesh": lambda: lumen.Mesh(tensor=2),
 }
 
@@ -206,7 +207,7 @@ class Thawing(lumen.BaseFinetuning):
 def main(
     strategy="single", devices=1, workers=0, precision="fp32", asynchronous=False, accumulate=3,
     max_epochs=EPOCHS, max_steps=None, spikes=False, rolls_back=False, by_hand=False, thaws=False,
-    averages=False, finds=False, moves=False, stream=None, s3=None, strike=None,
+    averages=False, finds=False, moves=False, reduction=None, stream=None, s3=None, strike=None,
 ):  # fmt: skip
     torch.set_num_threads(1)
     lumen.seed_everything(7)
@@ -214,7 +215,7 @@ def main(
     trainer = lumen.Trainer(
         strategy=STRATEGIES[strategy](), devices=devices, accelerator="cpu", max_epochs=max_epochs, max_steps=max_steps,
         accumulate_grad_batches=1 if by_hand or moves else accumulate, precision=precision,
-        global_batch_size=8 if moves else None,
+        global_batch_size=16 if moves else None, reduction=reduction,
         gradient_clip_val=None if by_hand else 1.0, seed=7, val_check_interval=2 if stream else 0.5,
         log_every_n_steps=1, default_root_dir=".", name="run", resume="auto", enable_progress_bar=False,
         enable_model_summary=False,

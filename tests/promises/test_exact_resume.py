@@ -24,10 +24,15 @@ BY_HAND = {"by_hand": True}
 DDP_2 = {"strategy": "ddp", "devices": 2}
 DDP_3 = {"strategy": "ddp", "devices": 3}
 FSDP_2 = {"strategy": "fsdp", "devices": 2}
+FSDP_3 = {"strategy": "fsdp", "devices": 3}
+HYBRID_4 = {"strategy": "hybrid", "devices": 4}
 MESH_2 = {"strategy": "mesh", "devices": 2}
 MESH_4 = {"strategy": "mesh", "devices": 4}  # 2 x 2
 MOVES = {"moves": True, "precision": "64-true"}
-LAYOUTS = ({"strategy": "single", "devices": 1}, DDP_2, FSDP_2, MESH_2, MESH_4)
+SINGLE = {"strategy": "single", "devices": 1}
+LAYOUTS = (SINGLE, DDP_2, FSDP_2, MESH_2, MESH_4)
+EXACT = {"moves": True, "reduction": "exact"}  # in float32
+EXACT_LAYOUTS = (SINGLE, DDP_2, DDP_3, FSDP_2, FSDP_3, HYBRID_4)
 BF16 = {"precision": "bf16", "max_steps": 13}  # ends inside the last epoch
 LATER = {"asynchronous": True}
 AVERAGES = {"averages": True}
@@ -167,24 +172,28 @@ def test_kills_at_any_save_operation_leave_no_trace(tmp_path, nursery, uninterru
 # ---------------------------------------------------------------------- other layouts
 
 
-def compare_moved_run(directory, nursery, expected, lives):
+def compare_moved_run(directory, nursery, expected, lives, options=MOVES):
     """Kill a run in each life but the last, and compare its end with an uninterrupted run on one process.
 
     Args:
         lives: The strategy and the number of processes of each life, and its strike.
+        options: Options of all lives: `MOVES` to compare up to rounding, or `EXACT`.
     """
     for layout, strike in lives:
-        life = Lives(directory, nursery, MOVES | layout)
+        life = Lives(directory, nursery, options | layout)
         assert life.live(strike) == (strike is not None)
     (tensors, *_, table), (wanted, *_, other_table) = map(final_state, (directory, expected))
+    largest, rtol = (0, 0) if options == EXACT else (1e-11, 1e-9)
     for (section, name), values in wanted.items():
         if section != "extra":  # states of metrics, one for each rank
-            assert tensors.pop((section, name)) == pytest.approx(values, rel=0, abs=1e-11), name
+            assert tensors.pop((section, name)) == pytest.approx(values, rel=0, abs=largest), name
     assert {section for section, _ in tensors} == {"extra"}
-    (names, *rows), (other_names, *other_rows) = (list(csv.reader(each.splitlines())) for each in (table, other_table))
-    assert names == other_names
-    numbers, others = ([float(each or 0) for row in each for each in row] for each in (rows, other_rows))
-    assert numbers == pytest.approx(others, rel=1e-9)
+    rows, other_rows = (list(csv.DictReader(each.splitlines())) for each in (table, other_table))
+    assert list(rows[0]) == list(other_rows[0])
+    for name in rows[0]:
+        found, right = ([float(each[name] or 0) for each in lines] for lines in (rows, other_rows))
+        # The error is the sum of a metric object over the samples of each process.
+        assert found == pytest.approx(right, rel=1e-6 if name == "error" else rtol, abs=0), name
     assert surviving_samples(directory, moved=True) == surviving_samples(expected)
 
 
@@ -203,20 +212,31 @@ def test_killed_mesh_resumes_on_another(tmp_path, nursery, uninterrupted_run, li
     compare_moved_run(tmp_path / "killed", nursery, uninterrupted_run(**MOVES), lives)
 
 
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_killed_exact_run_resumes_elsewhere(tmp_path, nursery, uninterrupted_run):
+    """The result is bitwise identical to an uninterrupted run on one process."""
+    lives = [(DDP_3, (2, "train", 9)), (HYBRID_4, (0, "operation", 60)), (FSDP_2, (0, "validate", 2)), (SINGLE, None)]
+    compare_moved_run(tmp_path / "killed", nursery, uninterrupted_run(**EXACT), lives, EXACT)
+
+
 @pytest.mark.torture
 @pytest.mark.time_limit(1_000_000)
-def test_dozens_of_moves_leave_no_trace(tmp_path, nursery, uninterrupted_run):
+@pytest.mark.parametrize(
+    ("options", "all_layouts"), [(MOVES, LAYOUTS), (EXACT, EXACT_LAYOUTS)], ids=["rounded", "exact"]
+)
+def test_dozens_of_moves_leave_no_trace(tmp_path, nursery, uninterrupted_run, options, all_layouts):
     """Each run is killed five times, and resumes on a drawn layout."""
-    draw, expected = random.Random(int(os.environ.get("LUMEN_TORTURE_SEED", "0"))), uninterrupted_run(**MOVES)
+    draw, expected = random.Random(int(os.environ.get("LUMEN_TORTURE_SEED", "0"))), uninterrupted_run(**options)
     moves = Counter()
     while moves.total() < int(os.environ.get("LUMEN_TORTURE_KILLS", "200")) // 4:
-        layouts = [draw.choice(LAYOUTS) for _ in range(6)]
+        layouts = [draw.choice(all_layouts) for _ in range(6)]
         lives = []
         for layout in layouts[:-1]:
             event, last = draw.choice([("train", 5), ("operation", 60)])
             lives.append((layout, (draw.randrange(layout["devices"]), event, draw.randint(1, last))))
         directory = tmp_path / str(moves.total())
-        compare_moved_run(directory, nursery, expected, [*lives, (layouts[-1], None)])
+        compare_moved_run(directory, nursery, expected, [*lives, (layouts[-1], None)], options)
         shutil.rmtree(directory)
         names = [f"{each['strategy']} {each['devices']}" for each in layouts]
         moves += Counter(f"{one} to {other}" for one, other in pairwise(names))
