@@ -79,7 +79,7 @@ class Accumulator:
 
     def _fold_value(self, total: Any, value: Any, weight: float) -> Any:
         if self.reduction == "mean":
-            return total + self._as_summand(value * weight)
+            return total + self._as_summand(value) * self._as_summand(weight)
         if self.reduction == "sum":
             return total + self._as_summand(value)
         if isinstance(value, torch.Tensor):
@@ -267,7 +267,10 @@ def compute_means(latest: Latest, keep: Callable[[LogOptions], bool]) -> dict[st
     return values
 
 
-def _reduce_pairs(pairs: Iterable[tuple[float | torch.Tensor, float]], reduction: Reduction) -> float | torch.Tensor:
+def _reduce_pairs(pairs: Sequence[tuple[float | torch.Tensor, float]], reduction: Reduction) -> float | torch.Tensor:
+    first, weight = pairs[0]
+    if reduction == "mean" and weight and all(isinstance(value, float) and value == first for value, _ in pairs):
+        return first  # (v + v + v) / 3 may differ from v: a learning rate, on three processes.
     window = Accumulator(reduction)
     for value, weight in pairs:
         window.add(value, weight)

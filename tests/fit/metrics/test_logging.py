@@ -420,6 +420,13 @@ def test_tensor_weights_do_not_round_the_mean(tmp_path):
     assert memory.of("many") == [(2, float(2**24 + 1))]
 
 
+def test_mean_of_equal_values_is_the_value(tmp_path):
+    """(0.1 + 0.1 + 0.1) / 3 is more than 0.1."""
+    log = Logs(lambda task, batch: task.log("x", 0.1, weight=1))
+    memory, _ = fit(tmp_path, log, loader(24, 8), accumulate_grad_batches=3)
+    assert memory.of("x") == [(1, 0.1)]
+
+
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf, torch.ones(2), "all"])
 def test_a_weight_that_is_none_is_an_error(tmp_path, weight):
     with pytest.raises(ConfigError, match=r"self.log\('x'\): expected a finite weight >= 0, found"):
