@@ -15,6 +15,7 @@ SYSTEMS = {
     "lumen": "Lumen",
     "lumen-own": "Lumen's own Python",
     "lumen-at-once": "Lumen, asynchronous=False",
+    "lumen-exact": "Lumen, reduction=exact",
     "lightning": "Lightning",
     "lightning-async": "Lightning, AsyncCheckpointIO",
     "accelerate": "Accelerate",
@@ -139,6 +140,7 @@ class Case:
 
 
 _GPT = {"model": "gpt", "batch_size": 8, "epoch": 40, "epochs": 3, "turns": 4}
+_EXACT = {"systems": ("hand", "again", "lumen", "lumen-exact"), "also": ("wall_s",)}
 _EVALUATION = {"kind": "evaluate", "epoch": 1000, "epochs": 4}
 
 _CASES = [
@@ -179,6 +181,10 @@ _CASES = [
     Case("fsdp2-tiny", "tiny in 2 processes, FSDP2, gloo", ranks=2, sharded=True, goal=1.10,
          systems=("hand", "again", "lumen")),
     Case("ddp2-gpt", "gpt in 2 processes, gloo", ranks=2, goal=1.02, **_GPT),
+    Case("ddp2-exact", "gpt in 2 processes, gloo, bitwise identical on any number of processes", ranks=2,
+         **_GPT | _EXACT),
+    Case("ddp2-exact4", "ddp2-exact, 4 batches a step", ranks=2, accumulate=4, tolerance=0.02, **_GPT | _EXACT),
+    Case("fsdp2-exact", "ddp2-exact by FSDP2", ranks=2, sharded=True, tolerance=0.02, **_GPT | _EXACT),
     Case("import", "CPU time of `import torch`, and of the library after it", kind="import", goal="60 ms added"),
     Case("help", "CPU time of `fit --help`; by hand: of `import torch`", kind="help",
          systems=("hand", "again", "lumen", "lightning")),

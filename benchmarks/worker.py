@@ -23,7 +23,7 @@ from benchmarks.problem import Problem
 MARKER = "BENCHMARK "
 _MODULES = {
     "again": "hand", "hand-seeded": "hand", "hand-summed": "hand", "hand-fused": "hand", "hand-sliced": "hand",
-    "lumen-own": "lumen", "lumen-at-once": "lumen", "lightning-async": "lightning",
+    "lumen-own": "lumen", "lumen-at-once": "lumen", "lumen-exact": "lumen", "lightning-async": "lightning",
 }  # fmt: skip
 
 

@@ -126,6 +126,8 @@ def make_trainer(problem: Problem, **options: Any) -> Trainer:
     on = {"logger": [TensorBoardLogger()]}
     if case.sharded:
         settings["strategy"] = "fsdp"
+    if problem.system == "lumen-exact":
+        settings["reduction"] = "exact"
     if case.ema:
         settings["callbacks"] = [EMA(EMA_DECAY)]
     return Trainer(**settings | (on if case.full else off) | options)
