@@ -23,6 +23,9 @@ from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.internals.optimizers import get_torch_state_dict, has_state_dict_hooks, list_common_attributes
 from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 
+#: Options of parameter groups that do not change the update.
+NEUTRAL_GROUP_KEYS = ("params", "fused", "foreach", "capturable", "differentiable")
+
 Groups = list[list[str]]
 STATE_SHARING_CLASSES = (Lookahead, MultiOptimizer, WholeMatrices)
 """Classes that share the group and state objects with their inner optimizers."""
@@ -346,7 +349,7 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoin
     for group, held in zip(optimizer.param_groups, saved_parameters, strict=False):
         group["params"] = held
     for values, held in [*zip(saved["groups"], saved_parameters, strict=True)][len(optimizer.param_groups) :]:
-        options = {key: decode(value, tensors) for key, value in values.items() if key != "params"}
+        options = {key: decode(value, tensors) for key, value in values.items() if key not in NEUTRAL_GROUP_KEYS}
         optimizer.add_param_group({**names_as_ids(options, parameters), "params": held})
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lumen.checkpoint.optimizer_state import get_extra_attributes
+from lumen.checkpoint.optimizer_state import NEUTRAL_GROUP_KEYS, get_extra_attributes
 from lumen.internals.optimizers import drop_derived_state
 from lumen.run.exact_reduction import describe_numerics
 from lumen.run.plan import Plan, format_by_epoch
@@ -17,8 +17,6 @@ from lumen.run.scheduler_config import get_schedule_lengths
 from lumen.strategies import count_training_parts
 
 Setting: TypeAlias = bool | int | float | str | None
-#: Options of parameter groups that do not change the update.
-NEUTRAL_GROUP_KEYS = ("params", "fused", "foreach", "capturable", "differentiable")
 STEP_SIZE_KEYS = ("global_batch_size", "batches of a step")  # names that data adapters use
 
 

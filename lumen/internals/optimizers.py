@@ -109,12 +109,14 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 def disable_fused(optimizer: Any) -> None:
     """Let an optimizer, and those inside, use torch's implementation without `fused`, which rounds differently."""
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            group["fused"] = False
-    for each in (optimizer, getattr(optimizer, "optimizer", None), *getattr(optimizer, "optimizers", ())):
-        if hasattr(each, "_step_supports_amp_scaling"):  # only `fused` divides by the scale of fp16
-            each._step_supports_amp_scaling = False
+    for settings in (optimizer.defaults, *optimizer.param_groups):  # a group that is added later copies the defaults
+        if settings.get("fused"):
+            settings["fused"] = False
+    if hasattr(optimizer, "_step_supports_amp_scaling"):  # only `fused` divides by the scale of fp16
+        optimizer._step_supports_amp_scaling = False
+    for inner in (getattr(optimizer, "optimizer", None), *getattr(optimizer, "optimizers", ())):
+        if inner is not None:
+            disable_fused(inner)
 
 
 def mark_as_stepped(optimizer: Any) -> None:

@@ -24,6 +24,7 @@ from lumen.distributed.context import Context
 from lumen.errors import TrainingError
 from lumen.internals.tensors import get_direct_buffers
 from lumen.metrics.torchmetrics_states import copy_metric_states, restore_metrics
+from lumen.run.exact_reduction import check_no_buffer_writes, list_buffer_writes
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
 from lumen.strategies.sequence import cut_sequences
@@ -83,14 +84,15 @@ def accumulate_gradient(
         if not micro.is_dummy:
             # A task written for a plain loop may call backward in `training_step`, which would count the gradient
             # twice. The first step of a run compares the gradients before and after.
-            before = None if run.step.weighted_windows else run.optim.list_gradients()
+            before = None if run.step.weighted_windows else (run.optim.list_gradients(), list_buffer_writes(run))
             with precision.forward():  # autocast
                 # `training_step` may leave out batch_idx and dataloader_idx in its signature. `call` runs the step
                 # within the forward of DDP's or FSDP's wrapper, whose hooks must see the forward.
                 arguments = run.calls.get_arguments("training_step", batch, micro.index, micro.loader)
                 output = strategy.call("training_step", *arguments)
             if before is not None:
-                check_no_user_backward(run, before)
+                check_no_user_backward(run, before[0])
+                check_no_buffer_writes(run, before[1])
             loss, returned_weight = read_output(output)
         if loss is not None:
             if weighting.needs_guess:
@@ -107,7 +109,7 @@ def accumulate_gradient(
                 weighted_loss = loss if loss_factor == 1.0 else loss * loss_factor
         if weighted_loss is not None:
             if weighting.losses is not None:  # A callback reads the step's mean loss.
-                weighting.keep_loss(weighted_loss)
+                weighting.losses.append(weighted_loss.detach())
             for hook in hooks.on_before_backward:
                 hook(weighted_loss)
             run_backward(run, micro, weighted_loss, weighting)

@@ -17,7 +17,6 @@ of the task and the callbacks, so a loop over the tuple calls the hook.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any, final
 
 import torch
@@ -226,7 +225,7 @@ class Closure:
 
     def __init__(self, run: Run, weighting: LossWeighting) -> None:
         self._run = run
-        self._unused_weighting = copy(weighting)
+        self._unused_weighting = weighting.copy_without_losses()
         self._micro_batches: list[tuple[MicroBatch, Any, GeneratorStates]] = []
         self._losses: list[torch.Tensor | None] = []
         self._first_loss: torch.Tensor | None = None
@@ -266,8 +265,7 @@ class Closure:
 
     @torch.enable_grad()  # Optimizers call the closure under `no_grad`.
     def _repeat_evaluation(self) -> torch.Tensor:
-        run, weighting = self._run, copy(self._unused_weighting)
-        weighting.drop_losses()  # Only the first evaluation gives the losses of the step.
+        run, weighting = self._run, self._unused_weighting.copy_without_losses()
         run.optim.zero_grad(run.progress.epoch, self._micro_batches[0][0].index)
         losses = []
         for micro, batch, states in self._micro_batches:

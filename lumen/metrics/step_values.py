@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import zip_longest
 from typing import Any, Generic, TypeVar, final
 
 import torch
 
 from lumen.errors import ConfigError
 from lumen.metrics.log_call import LogOptions, Reduction
-from lumen.metrics.torchmetrics_states import Gather
+from lumen.metrics.torchmetrics_states import Gather, interleave_ranks
 
 _FOLD_AT = 64  # Number of tensors to sum at once on their device. It is fixed, so sums do not depend on saves.
 
@@ -242,7 +241,7 @@ def merge_ranks(ranks: Sequence[Latest]) -> Latest:
     return {
         name: (
             get_common_value(name, [options for options, _ in each]),
-            _interleave_ranks([values for _, values in each]),
+            interleave_ranks([values for _, values in each]),
         )
         for name, each in group_by_name(ranks).items()
     }
@@ -299,8 +298,3 @@ def get_common_value(name: str, ranks: Sequence[T]) -> T:
                 "one name always with the same options, or use two names."
             )
     return ranks[0]
-
-
-def _interleave_ranks(ranks: Iterable[Iterable[T]]) -> list[T]:
-    """Interleave the ranks: the first value of each rank, the second of each, and so on, as in a single process."""
-    return [value for place in zip_longest(*ranks) for value in place if value is not None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from types import MethodType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # The import takes longer than that of Lumen. A user who logs
 
 Gather = Callable[[Any], list[Any]]
 MetricState = tuple[int, dict[str, Any]]
+T = TypeVar("T")
 
 
 def find_metrics(model: nn.Module) -> dict[str, Metric]:
@@ -23,6 +25,17 @@ def find_metrics(model: nn.Module) -> dict[str, Metric]:
         for name, module in model.named_modules()
         if any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(module).__mro__)
     }
+
+
+def sums_floats(metric: Metric) -> bool:
+    """Return True if a metric adds floats, so that its value depends on their order."""
+    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min
+
+    return any(
+        isinstance(default, torch.Tensor) and default.is_floating_point()
+        for name, default in metric._defaults.items()
+        if metric._reductions[name] not in (dim_zero_max, dim_zero_min)
+    )
 
 
 def copy_metric_states(model: nn.Module) -> list[tuple[Metric, MetricState]]:
@@ -135,7 +148,7 @@ def merge_states(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
     for name, reduction in metric._reductions.items():
         values = [states[name] for _, states in ranks]
         if isinstance(values[0], list):
-            joined = [item for value in values for item in value]
+            joined = interleave_ranks(values)  # in the order of a single process
             merged[name] = joined if reduction in (None, dim_zero_cat) else reduction(joined)  # type: ignore[operator]
         elif reduction is dim_zero_mean:
             total = sum(count * value.double() for count, value in zip(counts, values, strict=True))
@@ -144,6 +157,11 @@ def merge_states(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
             stacked = torch.stack(values)
             merged[name] = stacked if reduction is None else reduction(stacked)  # type: ignore[operator]
     return sum(counts), merged
+
+
+def interleave_ranks(ranks: Iterable[Iterable[T]]) -> list[T]:
+    """Interleave the ranks: the first value of each rank, the second of each, and so on, as in a single process."""
+    return [value for place in zip_longest(*ranks) for value in place if value is not None]
 
 
 @final

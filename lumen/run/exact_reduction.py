@@ -12,12 +12,16 @@ from torch.optim import Optimizer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import disable_fused
+from lumen.internals.tensors import get_gradient_hooks, get_version
+from lumen.metrics.torchmetrics_states import find_metrics, sums_floats
 from lumen.optim import Lookahead, MultiOptimizer, list_on_parts
 from lumen.run.run import Run
 from lumen.strategies import Strategy, make_exact_error
+from lumen.task.hooks import is_overridden
+from lumen.task.teacher import find_places
 
 #: Optimizers of torch that treat each element of a parameter alone.
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD")
 
 
 def check_exact_reduction(run: Run) -> None:
@@ -45,6 +49,13 @@ def check_exact_reduction(run: Run) -> None:
             "of processes, set OMP_NUM_THREADS=1 for all of them",
             threads,
         )
+    for name, metric in find_metrics(run.task).items():
+        if sums_floats(metric):
+            _log.warning(
+                "reduction: exact: %s (%s) adds floats on each process, so its last digits depend on the number of "
+                "processes. Log a number with self.log instead, whose mean is exact",
+                name, type(metric).__name__,
+            )  # fmt: skip
     if run.strategy.parameter_device.type == "cpu":
         for each in run.optim.optimizers:
             disable_fused(each)  # it rounds the last elements of a tensor, or of a shard, differently
@@ -71,6 +82,14 @@ def _find_reasons(run: Run) -> Iterator[str]:
         yield "a task with optimizer_zero_grad. Remove the method"
     if run.plan.halve_on_oom:
         yield "halve_on_oom, which computes other micro-batches. Use a smaller batch_size"
+    for owner in (*run.hooks.callbacks, task):
+        if is_overridden(owner, "on_after_backward") and not type(owner).__module__.startswith("lumen."):
+            yield (
+                f"{type(owner).__name__}.on_after_backward, which sees the gradient of one micro-batch on several "
+                "processes, and a sum on one process. Use on_before_optimizer_step"
+            )
+    if any(get_gradient_hooks(each)[1] for each in task.parameters()):
+        yield "register_post_accumulate_grad_hook. Use register_hook"
     for name, module in task.named_modules():
         if module.training and (isinstance(module, nn.SyncBatchNorm) or getattr(module, "track_running_stats", False)):
             yield (
@@ -83,6 +102,30 @@ def _find_reasons(run: Run) -> Iterator[str]:
             f"lumen.optim.WholeMatrices({type(inner).__name__}(...)), use strategy: ddp"
             for inner in list_on_parts(each)
             if not _is_elementwise(inner)
+        )
+
+
+def list_buffer_writes(run: Run) -> dict[str, tuple[int, int]]:
+    """Return the identity of each buffer that checkpoints contain, by name, and the number of writes to it."""
+    found = find_places(run.task, buffers=True, persistent=True) if run.strategy.is_exact else {}
+    buffers = {name: held[key] for name, (held, key) in found.items()}
+    return {name: (id(each), get_version(each)) for name, each in buffers.items() if not isinstance(each, nn.Parameter)}
+
+
+def check_no_buffer_writes(run: Run, before: dict[str, tuple[int, int]]) -> None:
+    """Refuse statistics in buffers, which a process computes from its own batches only.
+
+    Args:
+        run: The run that trains.
+        before: The return value of `list_buffer_writes` before the call of `training_step`.
+
+    Raises:
+        ConfigError: `training_step` has written a buffer that checkpoints contain.
+    """
+    if written := [name for name, writes in list_buffer_writes(run).items() if writes != before[name]]:
+        raise make_exact_error(
+            f"the buffer {written[0]}, which training_step writes from the batches of a process. Use a layer without "
+            "running statistics"
         )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 def remove_negative_zeros(parameters: Iterable[nn.Parameter]) -> None:
     """Replace -0.0 in all gradients by 0.0: a sum that some process begins with zeros is never -0.0."""
-    if gradients := _list_local_gradients(parameters):
+    if gradients := [each for each in _list_local_gradients(parameters) if not each.is_sparse]:
         add_to_all(gradients, 0.0)
 
 
@@ -71,27 +70,36 @@ def compute_total_norm(parameters: Iterable[nn.Parameter], *, exact: bool = Fals
 
 
 def _compute_exact_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of gradients, each of which is whole and contiguous on some process: its sum has one order."""
-    held = list(gradients)
+    """Return the norm of gradients, from the norm of each."""
+    norms = _compute_whole_norms([*gradients], 2.0)
+    return torch.linalg.vector_norm(_move_to_one_device(norms)) if norms else torch.zeros(())
+
+
+def _compute_whole_norms(gradients: Sequence[Any], kind: float) -> list[torch.Tensor]:
+    """Return the p-norm of each gradient, which is whole and contiguous on some process: its sum has one order."""
     norms: dict[int, torch.Tensor] = {}
     by_mesh: dict[Any, dict[int, Any]] = {}
-    for index, gradient in enumerate(held):
-        if is_sharded(gradient) and gradient.device_mesh.size(-1) > 1:  # type: ignore[attr-defined]
-            by_mesh.setdefault((gradient.device_mesh, gradient.dtype), {})[index] = gradient  # type: ignore[attr-defined]
-        else:
-            norms[index] = torch.linalg.vector_norm(get_local_tensor(gradient).reshape(-1))
+    for index, gradient in enumerate(gradients):
+        if not is_sharded(gradient) or gradient.device_mesh.size() == 1:
+            local = get_local_tensor(gradient)
+            values = local.coalesce().values() if local.is_sparse else local
+            norms[index] = torch.linalg.vector_norm(values.reshape(-1), kind)
+        elif gradient.placements[-1].is_shard(0) and all(each.is_replicate() for each in gradient.placements[:-1]):
+            by_mesh.setdefault((gradient.device_mesh, gradient.dtype), {})[index] = gradient
+        else:  # tensor parallelism
+            norms[index] = torch.linalg.vector_norm(gradient.full_tensor(), kind)
     for (mesh, _), sharded in by_mesh.items():
-        norms |= zip(sharded, _compute_norms_of_shards([*sharded.values()], mesh), strict=True)
-    found = [norms[index] for index in range(len(held))]
-    return torch.linalg.vector_norm(_move_to_one_device(found)) if found else torch.zeros(())
+        norms |= zip(sharded, _compute_norms_of_shards([*sharded.values()], mesh, kind), strict=True)
+    return [norms[index] for index in range(len(gradients))]
 
 
-def _compute_norms_of_shards(gradients: list[Any], mesh: Any) -> Iterable[torch.Tensor]:
+def _compute_norms_of_shards(gradients: list[Any], mesh: Any, kind: float) -> Iterable[torch.Tensor]:
     """Return the norm of each gradient, which one process computes from the shards of all. Collective.
 
     Args:
         gradients: Gradients of one dtype, whose rows are sharded over the last dimension of the mesh.
         mesh: The device mesh of the gradients.
+        kind: The p of the p-norm.
     """
     world, rank, group = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
     loads, owned = [0] * world, [list[int]() for _ in range(world)]
@@ -117,7 +125,7 @@ def _compute_norms_of_shards(gradients: list[Any], mesh: Any) -> Iterable[torch.
     parts = torch.split(received, [size for each in sizes for size in each])
     norms = received.new_zeros(len(gradients))
     for place, index in enumerate(owned[rank]):
-        norms[index] = torch.linalg.vector_norm(torch.cat(parts[place :: len(mine)]))
+        norms[index] = torch.linalg.vector_norm(torch.cat(parts[place :: len(mine)]), kind)
     dist.all_reduce(norms, group=group)  # Each norm is 0 on all processes but one.
     return list(norms)
 
@@ -128,7 +136,7 @@ def _compute_norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms: list[Any] = list(map(nn.utils.get_total_norm, by_mesh.values() or [[]]))
-    norms = [_sum_norm(norm, 2.0) for norm in norms]
+    norms = [_sum_norm(norm) for norm in norms]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(_move_to_one_device(norms))  # type: ignore[no-any-return]
 
 
@@ -154,25 +162,16 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     kind = float(norm_type)
     if not kind > 0:
         raise ConfigError(f"grad_norm: norm_type must be more than 0, or 'inf', found {norm_type!r}.")
-    norms = {
-        f"grad_{kind}_norm{group_separator}{name}": _compute_norm(each.grad.detach(), kind)
-        for name, each in module.named_parameters()
-        if each.grad is not None
-    }
+    gradients = {name: each.grad.detach() for name, each in module.named_parameters() if each.grad is not None}
+    found = _compute_whole_norms([*gradients.values()], kind)
+    norms = {f"grad_{kind}_norm{group_separator}{name}": norm for name, norm in zip(gradients, found, strict=True)}
     if norms:
         norms[f"grad_{kind}_norm_total"] = torch.linalg.vector_norm(_move_to_one_device(norms.values()), kind)
     return norms
 
 
-def _compute_norm(gradient: Any, kind: float) -> torch.Tensor:
-    if math.isinf(kind) and is_sharded(gradient):  # A shard may be empty, without a largest element.
-        gradient = gradient.full_tensor()
-    norm: Any = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, kind)
-    return _sum_norm(norm, kind)
-
-
-def _sum_norm(norm: Any, kind: float) -> torch.Tensor:
-    """Return the p-norm over all processes from the norms of their shards. Collective if the norm is a DTensor."""
+def _sum_norm(norm: Any) -> torch.Tensor:
+    """Return the norm over all processes from the norms of their shards. Collective if the norm is a DTensor."""
     if not is_sharded(norm):
         return norm  # type: ignore[no-any-return]
     partial = [dim for dim, placement in enumerate(norm.placements) if placement.is_partial()]
@@ -180,10 +179,10 @@ def _sum_norm(norm: Any, kind: float) -> torch.Tensor:
         return norm.full_tensor()  # type: ignore[no-any-return]
     # Torch warns of its reductions over several dimensions, which could differ between processes. Each of these sums is
     # equal on all processes that the next one adds.
-    total = norm.to_local() ** kind
+    total = norm.to_local() ** 2
     for dim in partial:
         dist.all_reduce(total, group=norm.device_mesh.get_group(dim))
-    return total ** (1 / kind)  # type: ignore[no-any-return]
+    return total.sqrt()  # type: ignore[no-any-return]
 
 
 def _move_to_one_device(norms: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from operator import itemgetter
 from typing import final
 
@@ -96,7 +97,7 @@ class LossWeighting:
         """
         self.total, self.planned = 0.0, planned
         self.losses = None if self.losses is None else []
-        self._weights: list[float] = []
+        self._weights: list[float] = []  # of this process's micro-batches
         self._is_single_micro_batch = micro_batches == 1 and (
             self._data_world_size == 1 or self._exact_rank is not None
         )
@@ -153,9 +154,8 @@ class LossWeighting:
             if self.has_returned_weights:
                 # The sum of returned weights is unknown until the last forward, except for a single micro-batch.
                 self.planned = weight if self._is_single_micro_batch else self._guess
-        if self._exact_rank is not None:  # Such a step is never repeated in parts.
-            self._weights.append(weight)
-        self.total += weight  # `planned` is 0 only if all known weights are 0: then the step makes no update.
+        self._weights.append(weight)
+        # `planned` is 0 only if all known weights are 0: then the step makes no update.
         return self._loss_multiplier * weight / self.planned if self.planned else 0.0
 
     def use_guess(self) -> None:
@@ -164,24 +164,20 @@ class LossWeighting:
         if self.has_returned_weights:
             self.planned = self._guess
 
-    def keep_loss(self, part: torch.Tensor) -> None:
-        """Keep the contribution of a micro-batch to the step's loss, if a callback reads that loss."""
-        if self.losses is not None:
-            self.losses.append(part.detach())
+    def copy_without_losses(self) -> LossWeighting:
+        """Return a copy for a repeated evaluation of the step, before any loss was counted."""
+        weighting = copy(self)
+        weighting.losses, weighting._weights = None, []
+        return weighting
 
-    def drop_losses(self) -> None:
-        """Keep no losses."""
-        self.losses = None
-
-    def make_restore_point(self) -> tuple[float, int]:
+    def make_restore_point(self) -> tuple[int, int]:
         """Return the present counts of this process, for `restore`."""
-        return self.total, len(self.losses or ())
+        return len(self._weights), len(self.losses or ())
 
-    def restore(self, restore_point: tuple[float, int]) -> None:
+    def restore(self, restore_point: tuple[int, int]) -> None:
         """Restore the counts that `make_restore_point` returned."""
-        self.total, kept_losses = restore_point
-        if self.losses is not None:
-            del self.losses[kept_losses:]
+        for held, count in zip((self._weights, self.losses or []), restore_point, strict=True):
+            del held[count:]  # type: ignore[attr-defined]
 
     def start_sum(self, *flags: bool) -> None:
         """Begin to sum the weights over the processes, once all weights of this process are known. Collective.
@@ -193,9 +189,7 @@ class LossWeighting:
         if self._start_sum is not None:
             # A flag travels as 0.0 or 1.0, so its sum is the number of processes that have set it.
             numbers = self.has_returned_weights is True, self.has_returned_weights is False, *flags
-            exact = self._exact_rank is not None
-            weights = self.spread(self._weights, self._micro_batches) if exact else [float(self.total)]
-            self._sums = self._start_sum([*map(float, numbers), *weights])
+            self._sums = self._start_sum([*map(float, numbers), *self.spread(self._weights, self._micro_batches)])
 
     def spread(self, numbers: list[float], micro_batches: int) -> list[float]:
         """Return numbers to sum over the processes: `math.fsum` adds the results to the sum of all numbers.
@@ -205,7 +199,7 @@ class LossWeighting:
             micro_batches: Number of micro-batches of all processes in the step.
         """
         if self._exact_rank is None:
-            return [sum(numbers)]
+            return [float(sum(numbers))]
         # Each number has a place of its own, where the other processes have 0. The exact sum is rounded once.
         rounds = -(-micro_batches // self._data_world_size)
         places = [0.0] * (rounds * self._data_world_size)
@@ -222,7 +216,7 @@ class LossWeighting:
             TrainingError: `training_step` returned weights on some processes only.
         """
         if self._sums is None:
-            self.total = self.total if self._exact_rank is None else math.fsum(self._weights)
+            self.total = math.fsum(self._weights)
             return self._flags
         (with_weight, without_weight, *rest), self._sums = self._sums(), None
         flags, weights = rest[: len(self._flags)], rest[len(self._flags) :]
@@ -257,18 +251,17 @@ class LossWeighting:
             parts: This process's weighted losses, as passed to backward: scalar tensors.
             device: The device of this process.
             reduce: Function that sums a tensor over the processes.
+
+        Returns:
+            A scalar tensor in float64 on the host. Waits for the device.
         """
-        scalars = [part.detach().reshape(()) for part in parts]
-        if self._exact_rank is not None:
-            values = self.spread(list(map(float, scalars)), self._micro_batches)
-            if self._data_world_size > 1:
-                values = reduce(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
-            total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
-            return torch.tensor(total * self.correction, dtype=torch.float64)
-        local_loss = torch.stack(scalars).sum() if scalars else torch.zeros((), device=device)
-        processes = self._data_world_size * self._processes_per_data_rank
+        values = self.spread(list(map(float, parts)), self._micro_batches)
+        if self._start_sum is not None:
+            values = reduce(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
+        total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
         # The loss on each process has the factor that its gradient has, so it needs the same average and correction.
-        return (local_loss if processes == 1 else reduce(local_loss.double()) / processes) * self.correction
+        averaged = self._processes_per_data_rank * (self._data_world_size if self._exact_rank is None else 1)
+        return torch.tensor(total / averaged * self.correction, dtype=torch.float64)
 
     @property
     def next_guess(self) -> float:

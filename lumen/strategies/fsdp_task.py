@@ -30,6 +30,7 @@ from lumen.metrics.torchmetrics_states import find_metrics
 from lumen.strategies.fsdp_units import list_outermost
 from lumen.strategies.ordered_sum import OrderedScatter, OrderedSum
 from lumen.strategies.step_module import StepModule
+from lumen.strategies.strategy import make_exact_error
 from lumen.task.materialize import redirect_references
 
 
@@ -284,6 +285,8 @@ class ShardedTask:
             replicas: Number of groups of processes that hold all parameters.
             rank: The rank of this process.
         """
+        if any(on_accumulated for _, on_accumulated in self._hooks.values()):
+            raise make_exact_error("register_post_accumulate_grad_hook. Use register_hook")
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(enable=True)  # a factor in the communication needs NCCL

@@ -208,11 +208,9 @@ def open_run(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_load
         yield run
 
 
-@contextmanager
-def wait_for_turn(session: Session) -> Iterator[None]:
+def wait_for_turn(session: Session) -> AbstractContextManager[Any]:
     """Wait until no other thread of this process has a run."""
-    with take_process_turn(session.task, session.datamodule, trains=session.trains):
-        yield
+    return take_process_turn(session.task, session.datamodule, trains=session.trains)
 
 
 @contextmanager
@@ -239,11 +237,10 @@ def note_status(session: Session) -> Iterator[None]:
 def switch_torch(session: Session) -> Iterator[None]:
     """Set torch's global settings from the trainer's arguments."""
     trainer = session.trainer
-    switches = set_torch_switches(
+    with set_torch_switches(
         deterministic=trainer.deterministic, detect_anomaly=trainer.detect_anomaly,
         matmul_precision=trainer.matmul_precision, benchmark=trainer.benchmark,
-    )  # fmt: skip
-    with switches, trainer.compilation:
+    ), trainer.compilation:  # fmt: skip
         yield
 
 
@@ -461,19 +458,15 @@ def log_hyperparameters(loggers: Iterable[Logger], task: TaskModule, datamodule:
         logger.log_hyperparams(hyperparameters)
 
 
-@contextmanager
-def catch_signals(session: Session) -> Iterator[None]:
+def catch_signals(session: Session) -> AbstractContextManager[Any]:
     """Let the first signal finish the step, save and end the run."""
-    with handle_stop_signals(session.trainer, session.run, session.grace):
-        yield
+    return handle_stop_signals(session.trainer, session.run, session.grace)
 
 
-@contextmanager
-def collect_garbage(session: Session) -> Iterator[None]:
+def collect_garbage(session: Session) -> AbstractContextManager[Any]:
     """Collect garbage only at every n-th step, if the trainer's argument requests this."""
     every = session.trainer.gc_every_n_steps
-    with nullcontext() if every is None else closed(GarbageCollector(every, session.run)):
-        yield
+    return nullcontext() if every is None else closed(GarbageCollector(every, session.run))
 
 
 @contextmanager
@@ -528,14 +521,12 @@ def _leave_run(session: Session) -> None:
     raise interruption from None
 
 
-@contextmanager
-def profile(session: Session) -> Iterator[None]:
+def profile(session: Session) -> AbstractContextManager[Any]:
     """Time the parts of the run, if the trainer has a profiler."""
-    with profile_run(session.run, session.trainer.profiler, session.directory):
-        yield
+    return profile_run(session.run, session.trainer.profiler, session.directory)
 
 
-Phases: TypeAlias = tuple[Callable[[Session], AbstractContextManager[None]], ...]
+Phases: TypeAlias = tuple[Callable[[Session], AbstractContextManager[Any]], ...]
 PHASES: Phases = (
     wait_for_turn, limit_grace, note_status, switch_torch, show_messages, connect_processes, claim_directory,
     write_logs,

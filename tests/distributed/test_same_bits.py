@@ -1,15 +1,19 @@
 """Exact reduction: parameters, optimizer state and `metrics.csv` are bitwise identical on any number of processes."""
 
 import logging
+import shutil
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
+from torch.nn import functional as F
+from torchmetrics import CatMetric, MaxMetric, MeanMetric
 
 import lumen
 from lumen.errors import ConfigError
 from lumen.strategies.ordered_sum import OrderedSum
-from tests.helpers.same_bits import Model, make_loaders, train
+from tests.helpers.same_bits import VOCAB, Model, make_loaders, train
 from tests.helpers.tasks import bare_trainer
 
 LAYOUTS = [
@@ -148,6 +152,56 @@ def test_exact_reduction_warns_of_several_threads(tmp_path, caplog):
     assert "set OMP_NUM_THREADS=1" in caplog.text
 
 
+class Measured(Model):
+    """Model with metrics of torchmetrics, the norms of its gradients, and a block that is unfrozen by a callback."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.cosine = torchmetrics.CosineSimilarity("mean")
+
+    def validation_step(self, batch):
+        self.cosine.update(self(batch[0]).flatten(0, 1), F.one_hot(batch[1].flatten(), VOCAB).float())
+        self.log("cosine", self.cosine)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(lumen.grad_norm(self, 2))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], 1e-2, fused=True)
+
+
+class Unfreezing(lumen.callbacks.BaseFinetuning):
+    def freeze_before_training(self, task):
+        self.freeze(task.blocks[0])
+
+    def finetune_function(self, task, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(task.blocks[0], optimizer, lr=1e-3)
+
+
+def train_measured(folder, strategy, **options):
+    return train(folder, strategy, make_task=Measured, callbacks=[Unfreezing()], **options)
+
+
+def test_exact_runs_add_groups_and_log_norms(group, tmp_path):
+    """A group that a plain run has added is resumed too: it was saved with `fused`."""
+    expected = train_measured(tmp_path / "single", "single")
+    assert group(2).run(train_measured, tmp_path / "several", "fsdp")[0] == expected
+    train_measured(tmp_path / "plain", "single", max_steps=5, reduction=None)
+    shutil.copytree(tmp_path / "plain", tmp_path / "copy")
+    resumed = train_measured(tmp_path / "copy", "single", resume="auto")
+    assert group(2).run(train_measured, tmp_path / "plain", "fsdp", resume="auto")[0] == resumed
+
+
+def test_exact_reduction_warns_of_summed_floats(tmp_path, caplog):
+    task = Model()
+    task.exact, task.mean, task.largest = CatMetric(), MeanMetric(), MaxMetric()
+    with caplog.at_level(logging.WARNING, "lumen"):
+        bare_trainer(tmp_path, max_steps=1, reduction="exact", log_level="WARNING").fit(task, make_loaders()[0])
+    assert "mean (MeanMetric) adds floats" in caplog.text
+    assert caplog.text.count("adds floats") == 1
+
+
 class Factored(Model):
     def configure_optimizers(self):
         return lumen.optim.Lookahead(torch.optim.Adafactor(self.parameters()))
@@ -157,6 +211,29 @@ class Normed(Model):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(3)
+
+
+class Running(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.mean = torch.lerp(self.mean, loss.detach(), 0.1)
+        return loss
+
+
+class Rescaled(Model):
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class Hooked(Model):
+    def __init__(self):
+        super().__init__()
+        self.zero.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
 class Manual(Model):
@@ -179,6 +256,9 @@ class Own(Model):
 
 REFUSED = {
     "norm": (Normed, {}, r"norm \(BatchNorm1d\).*Use GroupNorm"),
+    "buffer": (Running, {}, "the buffer mean, which training_step writes"),
+    "after backward": (Rescaled, {}, "Rescaled.on_after_backward"),
+    "gradient hook": (Hooked, {}, "register_post_accumulate_grad_hook"),
     "manual": (Manual, {}, "manual optimization"),
     "closure": (Closure, {}, "LBFGS, which evaluates the loss several times"),
     "halves": (Model, {"halve_on_oom": True}, "halve_on_oom"),
@@ -202,12 +282,13 @@ def refuse_on_two(folder):
     for strategy, message in (
         (lumen.Mesh(tensor=2), "Mesh with tensor"),
         (lumen.FSDP(sharding_strategy="no_shard"), "replicas without shards"),
+        ("fsdp", "register_post_accumulate_grad_hook"),
     ):
         with pytest.raises(ConfigError, match=f"reduction: exact does not support {message}"):
-            bare_trainer(folder, max_steps=1, reduction="exact", strategy=strategy).fit(Model(), make_loaders()[0])
+            bare_trainer(folder, max_steps=1, reduction="exact", strategy=strategy).fit(Hooked(), make_loaders()[0])
 
 
-def test_exact_reduction_refuses_meshes_without_shards(group, tmp_path):
+def test_exact_reduction_refuses_inexact_shards(group, tmp_path):
     group(2).run(refuse_on_two, tmp_path)
 
 

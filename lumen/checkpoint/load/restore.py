@@ -25,6 +25,7 @@ from lumen.checkpoint.load.load_weights import load_model, load_task_states
 from lumen.checkpoint.load.weights_source import Part, format_parts_without
 from lumen.checkpoint.named_tensors import get_extra_tensors, get_tensors_as_saved
 from lumen.checkpoint.optimizer_state import (
+    NEUTRAL_GROUP_KEYS,
     describe_class,
     get_group_names,
     load_gradients,
@@ -34,7 +35,7 @@ from lumen.checkpoint.optimizer_state import (
     restore_groups,
 )
 from lumen.checkpoint.rank_state import load_logged_values
-from lumen.checkpoint.settings import NEUTRAL_GROUP_KEYS, Setting, flatten_settings
+from lumen.checkpoint.settings import Setting, flatten_settings
 from lumen.checkpoint.user_state import HookAdditions, load_states, make_ambiguous_key_error
 from lumen.console import logger as _log
 from lumen.distributed.process_location import Frame
