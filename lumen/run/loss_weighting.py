@@ -216,7 +216,7 @@ class LossWeighting:
             TrainingError: `training_step` returned weights on some processes only.
         """
         if self._sums is None:
-            self.total = math.fsum(self._weights)
+            self.total = math.fsum(self.spread(self._weights, self._micro_batches))
             return self._flags
         (with_weight, without_weight, *rest), self._sums = self._sums(), None
         flags, weights = rest[: len(self._flags)], rest[len(self._flags) :]

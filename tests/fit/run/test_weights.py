@@ -18,6 +18,7 @@ def weigh_losses(known, returned, *, alone=False, by_task=False, guess=1.0):
     weighting = LossWeighting(is_set_by_task=by_task)
     weighting.begin_step(sum(known), 1 if alone else 2, guess)
     loss_factors = [weighting.get_loss_factor(*pair) for pair in zip(known, returned, strict=True)]
+    weighting.finish_sum()
     return [factor * weighting.correction for factor in loss_factors], weighting
 
 
