@@ -255,7 +255,7 @@ class LossWeighting:
         Returns:
             A scalar tensor in float64 on the host. Waits for the device.
         """
-        values = self.spread(list(map(float, parts)), self._micro_batches)
+        values = self.spread([float(part.detach()) for part in parts], self._micro_batches)
         if self._start_sum is not None:
             values = reduce(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
         total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
