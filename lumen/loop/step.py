@@ -240,7 +240,8 @@ class Closure:
 
     def offer_first_evaluation(self, weighting: LossWeighting) -> None:
         """Keep the loss of the first evaluation for the optimizer, once its gradients are complete."""
-        self._first_loss, self._writes = _compute_mean_loss(self._run, self._losses, weighting), self._count_writes()
+        self._first_loss = weighting.compute_mean_loss(self._losses, self._run.processes.all_reduce_sum)
+        self._writes = self._count_writes()
 
     def __call__(self) -> torch.Tensor:
         """Compute the gradients for the parameters as they are now.
@@ -278,7 +279,7 @@ class Closure:
                 "micro-batches have the weight 0. Let training_step skip a batch only by the data of this batch."
             )
         complete_gradients(run, weighting)
-        return _compute_mean_loss(run, losses, weighting)
+        return weighting.compute_mean_loss(losses, run.processes.all_reduce_sum)
 
     def _count_writes(self) -> list[Any]:
         """Return values that differ once the optimizer has written to a parameter or a gradient."""
@@ -287,18 +288,6 @@ class Closure:
             for parameter in self._run.optim.parameters
             for gradient in [parameter.grad]
         ]
-
-
-def _compute_mean_loss(run: Run, losses: list[torch.Tensor | None], weighting: LossWeighting) -> torch.Tensor:
-    """Return the step's mean loss over all processes. Collective: every rank must call this.
-
-    Args:
-        run: The run that trains.
-        losses: The weighted loss of each micro-batch of this process; None if it had none.
-        weighting: The weights of the step, summed over the processes.
-    """
-    found = [loss for loss in losses if loss is not None]
-    return weighting.compute_mean_loss(found, run.strategy.device, run.strategy.reduce)
 
 
 # ---------------------------------------------------------------------- a task that overrides `optimizer_step`

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
@@ -20,8 +18,9 @@ from lumen.strategies import Strategy, make_exact_error
 from lumen.task.hooks import is_overridden
 from lumen.task.teacher import find_places
 
-#: Optimizers of torch that treat each element of a parameter alone.
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD")
+#: Optimizers that treat each element of a parameter alone.
+_NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD")
+_ELEMENTWISE = (Lookahead, MultiOptimizer, *(getattr(torch.optim, name) for name in _NAMES))
 
 
 def check_exact_reduction(run: Run) -> None:
@@ -90,18 +89,12 @@ def _find_reasons(run: Run) -> Iterator[str]:
             )
     if any(get_gradient_hooks(each)[1] for each in task.parameters()):
         yield "register_post_accumulate_grad_hook. Use register_hook"
-    for name, module in task.named_modules():
-        if module.training and (isinstance(module, nn.SyncBatchNorm) or getattr(module, "track_running_stats", False)):
-            yield (
-                f"{name} ({type(module).__name__}), whose statistics depend on the batches of a process. Use GroupNorm "
-                "or LayerNorm, call eval() on the module in __init__"
-            )
     for each in optim.optimizers if run.strategy.shards else ():
         yield from (
             f"{type(inner).__name__} on shards, unless it treats each element alone. Write "
             f"lumen.optim.WholeMatrices({type(inner).__name__}(...)), use strategy: ddp"
             for inner in list_on_parts(each)
-            if not _is_elementwise(inner)
+            if type(inner) not in _ELEMENTWISE
         )
 
 
@@ -125,10 +118,5 @@ def check_no_buffer_writes(run: Run, before: dict[str, tuple[int, int]]) -> None
     if written := [name for name, writes in list_buffer_writes(run).items() if writes != before[name]]:
         raise make_exact_error(
             f"the buffer {written[0]}, which training_step writes from the batches of a process. Use a layer without "
-            "running statistics"
+            "running statistics, such as GroupNorm or LayerNorm, call its eval() in __init__"
         )
-
-
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    kind: Any = type(optimizer)
-    return kind in (Lookahead, MultiOptimizer) or any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)

@@ -15,7 +15,7 @@ the mean over all 40 tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from operator import itemgetter
 from typing import final
@@ -243,21 +243,19 @@ class LossWeighting:
         return factor * self._gradient_multiplier
 
     def compute_mean_loss(
-        self, parts: Sequence[torch.Tensor], device: torch.device, reduce: Callable[[torch.Tensor], torch.Tensor]
+        self, parts: Iterable[torch.Tensor | None], reduce: Callable[[list[float]], list[float]]
     ) -> torch.Tensor:
         """Return the mean loss of the step over all processes, after `finish_sum`. Collective.
 
         Args:
-            parts: This process's weighted losses, as passed to backward: scalar tensors.
-            device: The device of this process.
-            reduce: Function that sums a tensor over the processes.
+            parts: This process's weighted losses, as passed to backward: scalar tensors, or None for no loss.
+            reduce: Function that sums numbers over the processes.
 
         Returns:
             A scalar tensor in float64 on the host. Waits for the device.
         """
-        values = self.spread([float(part.detach()) for part in parts], self._micro_batches)
-        if self._start_sum is not None:
-            values = reduce(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
+        losses = [float(part.detach()) for part in parts if part is not None]
+        values = reduce(self.spread(losses, self._micro_batches))
         total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
         # The loss on each process has the factor that its gradient has, so it needs the same average and correction.
         averaged = self._processes_per_data_rank * (self._data_world_size if self._exact_rank is None else 1)

@@ -435,7 +435,7 @@ class RunView:
                 "trainer.step_loss(): Lumen keeps the losses of a step only on request. Write needs_step_loss = True "
                 "in your callback class."
             )
-        return self.run.step.weighting.compute_mean_loss(parts, self.strategy.device, self.strategy.reduce)
+        return self.run.step.weighting.compute_mean_loss(parts, self.processes.all_reduce_sum)
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the step's gradient: a scalar tensor.

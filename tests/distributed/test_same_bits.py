@@ -13,7 +13,7 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric
 import lumen
 from lumen.errors import ConfigError
 from lumen.strategies.ordered_sum import OrderedSum
-from tests.helpers.same_bits import VOCAB, Model, make_loaders, train
+from tests.helpers.same_bits import VOCAB, WIDTH, Model, make_loaders, train
 from tests.helpers.tasks import bare_trainer
 
 LAYOUTS = [
@@ -210,7 +210,10 @@ class Factored(Model):
 class Normed(Model):
     def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(3)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, ids):
+        return super().forward(ids) + self.norm(self.tokens(ids).flatten(0, 1)).mean()
 
 
 class Running(Model):
@@ -255,7 +258,7 @@ class Own(Model):
 
 
 REFUSED = {
-    "norm": (Normed, {}, r"norm \(BatchNorm1d\).*Use GroupNorm"),
+    "norm": (Normed, {}, r"the buffer norm.running_mean.*GroupNorm"),
     "buffer": (Running, {}, "the buffer mean, which training_step writes"),
     "after backward": (Rescaled, {}, "Rescaled.on_after_backward"),
     "gradient hook": (Hooked, {}, "register_post_accumulate_grad_hook"),
