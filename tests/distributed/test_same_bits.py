@@ -258,7 +258,7 @@ class Own(Model):
 
 
 REFUSED = {
-    "norm": (Normed, {}, r"the buffer norm.running_mean.*GroupNorm"),
+    "norm": (Normed, {}, r"the buffer norm\..*GroupNorm"),
     "buffer": (Running, {}, "the buffer mean, which training_step writes"),
     "after backward": (Rescaled, {}, "Rescaled.on_after_backward"),
     "gradient hook": (Hooked, {}, "register_post_accumulate_grad_hook"),
