@@ -1,13 +1,7 @@
-"""Runs that differ in their training loader, and that may be killed at any moment: the child of test_loader_resume.
-
-    python -m tests.helpers.loader_run DIRECTORY KIND [KIND ...]
-
-The program prints a line at each micro-batch and each fsync of a save, so that its parent can kill it there.
-"""
+"""Runs that differ in their training loader, and that may kill themselves: the child of test_loader_resume."""
 
 import os
-import sys
-from pathlib import Path
+import signal
 
 import numpy as np
 import torch
@@ -134,19 +128,18 @@ OPTIONS = {
 }
 
 
-def announce(what):
-    print(what, flush=True)
-
-
 class Fitted(lumen.TaskModule):
     """Task of least squares with dropout over any structure of batches."""
 
-    def __init__(self):
+    def __init__(self, killed_at=None):
         super().__init__()
+        self.steps, self.killed_at = 0, killed_at
         self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
 
     def training_step(self, batch, batch_idx, dataloader_idx):
-        announce("train")
+        self.steps += 1
+        if self.steps == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         parts = [part for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch]
         loss = sum(self.loss(part) for part in parts)
         self.log("loss", loss)
@@ -161,7 +154,6 @@ class Fitted(lumen.TaskModule):
         return nn.functional.mse_loss(self.net(inputs), targets)
 
     def train_dataloader(self):
-        announce(f"loader of epoch {self.current_epoch}")
         part = torch.randperm(SAMPLES)[: 20 + 3 * self.current_epoch]
         return DataLoader(Subset(Drawing(SAMPLES), part.tolist()), 4, shuffle=True)
 
@@ -172,26 +164,15 @@ class Fitted(lumen.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def main(directory, kinds):
+def main(kind, killed_at=None):
+    """Resume the run of a kind in the working directory, up to its end or to the start of a micro-batch."""
     torch.set_num_threads(1)
-    fsync = os.fsync
-
-    def announced_fsync(descriptor):
-        announce("save")
-        fsync(descriptor)
-
-    os.fsync = announced_fsync
-    for kind in kinds:
-        lumen.seed_everything(7)
-        options = {"max_epochs": 3, "accumulate_grad_batches": 2} | OPTIONS.get(kind, {})
-        trainer = lumen.Trainer(
-            **options, seed=7, log_every_n_steps=1, default_root_dir=directory, name=kind, resume="auto",
-            enable_progress_bar=False, enable_model_summary=False, log_level="WARNING",
-            callbacks=[lumen.ModelCheckpoint(every_n_train_steps=1)],
-        )  # fmt: skip
-        make = KINDS[kind]
-        trainer.fit(Fitted(), make and make(), val_dataloaders=make and loader(10, 5, shuffle=False))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    lumen.seed_everything(7)
+    options = {"max_epochs": 3, "accumulate_grad_batches": 2} | OPTIONS.get(kind, {})
+    trainer = lumen.Trainer(
+        **options, seed=7, log_every_n_steps=1, default_root_dir=".", name=kind, resume="auto",
+        enable_progress_bar=False, enable_model_summary=False, log_level="WARNING",
+        callbacks=[lumen.ModelCheckpoint(every_n_train_steps=1)],
+    )  # fmt: skip
+    make = KINDS[kind]
+    trainer.fit(Fitted(killed_at), make and make(), val_dataloaders=make and loader(10, 5, shuffle=False))
