@@ -14,7 +14,7 @@ HYDRA = $(VENV)-hydra
 SPREAD = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 PARALLEL = $(BIN)/python -m pytest $(SPREAD)
 
-.PHONY: demo check test test-all compat gpu torture bench ecosystem hydra docs dist installed lint format clean
+.PHONY: demo check test test-all compiled compat gpu torture bench ecosystem hydra docs dist installed lint format clean
 
 demo: $(DEMO) ## Train a small GPT on real text, then let it write.
 	$(BIN)/lumen fit --config models/gpt.yaml
@@ -25,22 +25,26 @@ demo: $(DEMO) ## Train a small GPT on real text, then let it write.
 check: $(READY) lint ## Lint, types and unit tests: a minute.
 	$(PARALLEL) tests/unit -m "not slow and not torture"
 
-test: $(READY) lint ## The same, fits in one process, and some promises on several processes: five minutes.
+test: $(READY) lint compiled ## The same, fits in one process, and some promises on several processes: five minutes.
 	$(PARALLEL) tests/unit tests/fit -m "not slow and not torture"
 	$(BIN)/python -m pytest tests/promises -m everyday
 
-test-all: $(READY) lint ## All tests except torture: also groups of processes, programs, kills and promises.
+test-all: $(READY) lint compiled ## All tests except torture: also groups of processes, programs, kills and promises.
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
 	$(PARALLEL) -n 3 tests/promises tests/system tests/distributed -m "not torture"
-	$(MAKE) ecosystem
-	$(MAKE) hydra
-	$(MAKE) installed
+	@# These three also wait for downloads, and their environments are independent.
+	$(MAKE) --jobs 3 --output-sync=target ecosystem hydra installed
+
+# If PYTHONDONTWRITEBYTECODE is set, as in many containers, every process that a test starts would compile Lumen again.
+compiled: $(READY)
+	$(BIN)/python -m compileall -q -j 2 -x '/(templates|projects)/' lumen tests models datamodules docs
 
 ecosystem: $(READY) $(ECOSYSTEM)/.ready ## Tests with timm, torchvision, MONAI, PyTorch Geometric and pytorch-forecasting.
 	PYTHONPATH=$(ECOSYSTEM) $(PARALLEL) tests/ecosystem -m "not torture"
 
+# Almost all of these tests are in one file.
 hydra: $(READY) $(HYDRA)/.ready ## A project with Hydra, which needs an older OmegaConf outside the environment: see tests/hydra.
-	PYTHONPATH=$(HYDRA) $(PARALLEL) tests/hydra -m "not torture"
+	PYTHONPATH=$(HYDRA) $(PARALLEL) --dist load tests/hydra -m "not torture"
 
 compat: $(COMPAT)/.ready ## The tests of make test with other versions, 6 GB: make compat PYTHON=python3.13 TORCH=2.11.0 LOWEST=1
 	$(COMPAT)/bin/python -m pytest $(SPREAD) tests/unit tests/fit -m "not slow and not torture"
