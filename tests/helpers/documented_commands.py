@@ -134,7 +134,9 @@ def run_command(line):
         _, command, *words = shlex.split(line)
         assert _exit_code([command, *words, *([] if "--help" in words else SHORT.get(command, []))]) == 0, line
     else:
-        run_in_shell(line)
+        settings, _, command = line.partition(" lumen ")
+        short = SHORT.get(command.partition(" ")[0], []) if re.fullmatch(r"(\w+=\S+ ?)+", settings) else []
+        run_in_shell(f"{line} {shlex.join(short)}")
 
 
 def _exit_code(words):

@@ -53,7 +53,12 @@ NOT_RUN = {
     r"(lumen migrate|git apply)( .*)?": "a project of Lightning: test_migrate.py",
     r"lumen submit .* --dry-run --": "the beginning of an example: test_example_in_help_of_a_command_runs",
     r"lumen COMMAND|python -m lumen.distributed.launch.*": "a form of several commands",
-    r"python -m torch.distributed.launch|torchrun --max-restarts": "a name without its arguments",
+    r"python -m torch.distributed.launch|torchrun (--max-restarts( 3)?|--standalone)": "the beginning of a command",
+    r"lumen fit --config models/gpt.yaml --trainer.global_batch_size 24 --trainer.devices 2.*": "test_same_gpt.py",
+    r"torchrun .* --max-restarts 3 -m lumen .*models/mingpt.yaml": "test_device_examples.py, with restarts",
+    r"lumen fit --config models/digits_ddp.yaml --trainer.devices 2": "test_device_examples.py",
+    r"(python -m torch.distributed.launch|torchrun --nproc-per-node 2|CUDA_VISIBLE_DEVICES=2,3)"
+    r"( -m)? lumen fit( \.\.\.| --trainer.devices 2)": "a short form of a command with --nproc-per-node or a config",
 }
 NAME = "lumen (?!runs)[a-z]+"
 SERVER = "tensorboard .*"
