@@ -60,9 +60,10 @@ def test_units_start_no_process(tree):
     assert not {name for name in list_imports(tree) if name in starts or name.rpartition(".")[0] in starts}
 
 
+TESTS = {f"tests.{name[:-3].replace('/', '.')}": tree for name, tree in TREES.items() if list_tests(tree)}
+
+
 @pytest.mark.parametrize("tree", list_test_files("helpers", *ROOMS))
 def test_shared_test_code_is_in_helpers(tree):
-    own = {name for name in TREES if TREES[name] is tree}
-    tests = {name.removesuffix(".py").replace("/", ".") for name, each in TREES.items() if list_tests(each)}
-    known = {f"tests.{name}" for name in tests - {name.removesuffix(".py").replace("/", ".") for name in own}}
+    known = {name for name, each in TESTS.items() if each is not tree}
     assert {name for name in list_imports(tree) if name in known or name.rpartition(".")[0] in known} == set()
