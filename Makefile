@@ -37,7 +37,7 @@ test-all: $(READY) lint compiled ## All tests except torture: also groups of pro
 
 # If PYTHONDONTWRITEBYTECODE is set, as in many containers, every process that a test starts would compile Lumen again.
 compiled: $(READY)
-	$(BIN)/python -m compileall -q -j 2 -x '/(templates|projects)/' lumen tests models datamodules docs
+	$(BIN)/python -m compileall -q -j 2 -x '/(templates|projects)/' lumen tests models datamodules
 
 ecosystem: $(READY) $(ECOSYSTEM)/.ready ## Tests with timm, torchvision, MONAI, PyTorch Geometric and pytorch-forecasting.
 	PYTHONPATH=$(ECOSYSTEM) $(PARALLEL) tests/ecosystem -m "not torture"
