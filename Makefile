@@ -33,7 +33,7 @@ test-all: $(READY) lint compiled ## All tests except torture: also groups of pro
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
 	$(PARALLEL) -n 3 tests/promises tests/system tests/distributed -m "not torture"
 	@# These three also wait for downloads, and their environments are independent.
-	$(MAKE) --jobs 3 --output-sync=target ecosystem hydra installed
+	$(MAKE) --jobs 3 $(if $(filter output-sync,$(.FEATURES)),--output-sync) ecosystem hydra installed
 
 # If PYTHONDONTWRITEBYTECODE is set, as in many containers, every process that a test starts would compile Lumen again.
 compiled: $(READY)
