@@ -108,8 +108,7 @@ def accumulate_gradient(
                 # A factor of 1 is left out, so that a single micro-batch trains as in a loop written by hand.
                 weighted_loss = loss if loss_factor == 1.0 else loss * loss_factor
         if weighted_loss is not None:
-            if weighting.losses is not None:  # A callback reads the step's mean loss.
-                weighting.losses.append(weighted_loss.detach())
+            weighting.keep_loss(weighted_loss)
             for hook in hooks.on_before_backward:
                 hook(weighted_loss)
             run_backward(run, micro, weighted_loss, weighting)

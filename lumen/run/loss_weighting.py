@@ -164,6 +164,11 @@ class LossWeighting:
         if self.has_returned_weights:
             self.planned = self._guess
 
+    def keep_loss(self, part: torch.Tensor) -> None:
+        """Keep the contribution of a micro-batch to the step's loss, if a callback reads that loss."""
+        if self.losses is not None:
+            self.losses.append(part.detach())
+
     def copy_without_losses(self) -> LossWeighting:
         """Return a copy for a repeated evaluation of the step, before any loss was counted."""
         weighting = copy(self)
