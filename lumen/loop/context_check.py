@@ -2,96 +2,138 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from lumen.console import logger as _log
 from lumen.data.windows import MicroBatch
 from lumen.distributed.context import Context, use_context
 from lumen.distributed.dtensor import get_local_tensor
 from lumen.errors import ConfigError
-from lumen.loop.micro_batch import undo_forward_effects
+from lumen.loop.micro_batch import make_no_forward_error, undo_forward_effects
+from lumen.random import GENERATORS, GeneratorStates
 from lumen.run.run import Run
-from lumen.strategies.sequence import cut_sequences, gather_sequences, shorten_sequences
+from lumen.strategies import count_training_parts, gather_from_data_ranks
+from lumen.strategies.sequence import cut_sequences, shorten_sequences
 from lumen.task.steps import read_output
 
 _LENGTH = 512  # positions of each process that are compared, if the loss of the batch has weight there
+
+
+#: Gradients of this process's shards, by name; the sum of weights; and logged values.
+_Results = tuple[dict[str, torch.Tensor], float, dict[str, float]]
 
 
 def check_context(run: Run, micro: MicroBatch, batch: Any) -> None:
     """Compare gradients of a micro-batch whose sequences are cut with gradients of whole sequences. Collective.
 
     It runs two forwards and two backwards of `training_step` before the first step of a run, with the beginnings of the
-    sequences: a process need not have memory for long ones. It leaves no gradient and no logged value.
+    sequences: a process need not have memory for long ones. It leaves no gradient and no logged value, and warns of
+    logged values that differ.
 
     Args:
         run: The run that trains.
         micro: The first micro-batch of this process.
-        batch: The part of its batch on the device; a dummy's batch counts nothing.
+        batch: Its batch on the device, with whole sequences; the batch of a dummy counts nothing.
 
     Raises:
         ConfigError: The gradients differ.
+        TrainingError: `training_step` returned None without a forward.
     """
-    dim, context = run.task.sequence_dim, run.strategy.context
-    assert dim is not None
+    context = run.strategy.context
     assert context is not None
-    whole_batch = gather_sequences(batch, dim, context)
-    for length in (_LENGTH, None):
-        beginning = shorten_sequences(whole_batch, dim, None if length is None else length * context.size)
-        cut, weight = _compute_gradients(run, micro, cut_sequences(beginning, dim, context), context)
+    for length in (_LENGTH * context.size, sys.maxsize):
+        cut, weight, cut_values = _compute_step(run, micro, batch, length, context)
         if weight:  # The loss may leave out the beginning, such as a prompt.
             break
-    whole, _ = _compute_gradients(run, micro, beginning, None)
-    differences = [
-        value
-        for one, other in zip(cut, whole, strict=True)
-        for value in (float((one - other).double().square().sum()), float(other.double().square().sum()))
+    whole, _, values = _compute_step(run, micro, batch, length, None)
+    squares = [
+        float(each.double().square().sum())
+        for name, gradient in whole.items()
+        for each in (cut[name] - gradient, gradient)
     ]
-    totals = run.processes.all_reduce_sum(differences)
+    norms = [total**0.5 for total in run.processes.all_reduce_sum(squares)]
     # A gradient that is zero without rounding is noise of the others' scale.
-    eps = max((torch.finfo(each.dtype).eps for each in whole), default=0.0)
-    noise = 100 * eps * max(totals[1::2], default=0.0) ** 0.5
+    eps = max((torch.finfo(each.dtype).eps for each in run.task.parameters() if each.is_floating_point()), default=0.0)
+    noise = min(100 * eps, eps**0.5) * max(norms[1::2], default=0.0)
     different = [
         name
-        for (name, _), difference, norm in zip(_list_trained(run), totals[::2], totals[1::2], strict=True)
-        if not difference**0.5 <= eps**0.5 * norm**0.5 + noise
+        for name, difference, norm in zip(whole, norms[::2], norms[1::2], strict=True)
+        if not difference <= eps**0.5 * norm + noise
     ]
     if different:
         raise ConfigError(
             f"Mesh: {type(run.task).__name__} has other gradients with sequences cut into context parts: "
             f"{len(different)} differ, such as that of {different[0]}. Causes are: attention other than "
             "lumen.attention; positions that begin at 0 in each part: use lumen.position_ids; targets that the step "
-            "shifts: shift them in the data; a mean over tokens without their number: return (loss, number of tokens); "
-            "or dropout by F.dropout: use nn.Dropout."
+            "shifts: shift them in the data; random numbers that the step draws, such as F.dropout: use nn.Dropout, or "
+            "draw them in the data; a mean over tokens without their number: return (loss, number of tokens); or a "
+            "token that only one part has, or a mean over positions: see docs/guides/mesh.md."
         )
+    for name, value in values.items():
+        part = cut_values.get(name, math.nan)
+        if not math.isclose(part, value, rel_tol=eps**0.5, abs_tol=eps**0.5) and not math.isnan(value):
+            _log.warning(
+                "training_step logs %r as %g over parts of sequences, but as %g over whole sequences. For a mean over "
+                "tokens, write self.log(%r, ..., batch_size=number of tokens).", name, part, value, name,
+            )  # fmt: skip
 
 
-def _list_trained(run: Run) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, each) for name, each in run.task.named_parameters() if each.requires_grad]
+def _compute_step(run: Run, micro: MicroBatch, batch: Any, length: int, context: Context | None) -> _Results:
+    """Compute the mean gradient of the micro-batches of all processes, and what they log. Collective.
 
+    Args:
+        run: The run that trains.
+        micro: The micro-batch of this process.
+        batch: Its batch on the device, with whole sequences.
+        length: Number of positions of each sequence that are used.
+        context: The processes that share sequences; None: each process computes whole sequences.
+    """
+    strategy, dim = run.strategy, run.task.sequence_dim
+    assert dim is not None
+    size = strategy.data_world_size // count_training_parts(strategy) if context is None else 1
 
-def _compute_gradients(
-    run: Run, micro: MicroBatch, batch: Any, context: Context | None
-) -> tuple[list[torch.Tensor], float]:
-    """Return gradients of the mean over the micro-batches of all processes, and the sum of weights. Collective."""
-    strategy = run.strategy
-    run.step.seed_micro_batch(micro, micro.index)
-    # Autocast to 16 bits would hide a difference in its rounding.
+    def take_part(whole: Any) -> Any:
+        beginning = shorten_sequences(whole, dim, length)
+        return beginning if context is None else cut_sequences(beginning, dim, context)
+
+    def gather(value: Any) -> list[Any]:  # Processes with the same whole sequences count once.
+        return gather_from_data_ranks(strategy, value)[::size]
+
+    attributes = [each for module in run.task.modules() for each in vars(module).values()]
+    states = GeneratorStates([each for each in attributes if isinstance(each, GENERATORS)])
+    # Autocast to 16 bits would hide a difference in its rounding, but parameters of several dtypes need it.
+    dtypes = {each.dtype for each in run.task.parameters() if each.is_floating_point()}
+    precision = run.precision.forward() if len(dtypes) > 1 else nullcontext()
     with undo_forward_effects(run), strategy.gradient_sync(last=True), use_context(context):
-        arguments = run.calls.get_arguments("training_step", batch, micro.index, micro.loader)
-        loss, weight = read_output(strategy.call("training_step", *arguments))
+        logged = run.log.stage
+        with precision:
+            arguments = run.calls.get_arguments("training_step", take_part(batch), micro.index, micro.loader)
+            loss, weight = read_output(strategy.call("training_step", *arguments))
         if run.step.weighting.is_set_by_task:
-            weight = float(run.task.batch_weight(batch))
+            weight = float(run.task.batch_weight(take_part(micro.batch)))
+        weight = 1.0 if weight is None else weight
+        if micro.is_dummy:
+            logged, weight = run.log.make_metrics(), 0.0
         if loss is None:
             loss, weight = strategy.make_zero_loss(), 0.0
-        assert loss is not None
-        weight = 0.0 if micro.is_dummy else 1.0 if weight is None else weight
+        if loss is None:
+            raise make_no_forward_error(run)
         (loss * weight).backward()  # type: ignore[no-untyped-call]
+        assert logged is not None
+        values = {name: float(value) for name, value in logged.compute_step_values(gather=gather).items()}
+        values |= logged.compute_epoch_values(run.task, gather)
+    states.restore()
     strategy.after_backward()
     (total,) = run.processes.all_reduce_sum([weight])
-    gradients = []
-    for _, parameter in _list_trained(run):
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients.append(get_local_tensor(gradient.detach()) / (total or 1.0))
-        parameter.grad = None
-    return gradients, total
+    gradients = {}
+    for name, parameter in run.task.named_parameters():
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[name] = get_local_tensor(gradient.detach()) / (total or 1.0)
+            parameter.grad = None
+    return gradients, total, values

@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from copy import copy
 from typing import Any
 
 import torch
 
 from lumen.data.nested import fill_tensor
 from lumen.data.windows import AccumulationWindow, MicroBatch
-from lumen.distributed.context import Context
 from lumen.errors import TrainingError
 from lumen.internals.tensors import get_direct_buffers
 from lumen.metrics.torchmetrics_states import copy_metric_states, restore_metrics
@@ -30,19 +29,19 @@ from lumen.run.run import Run
 from lumen.strategies.sequence import cut_sequences
 from lumen.task.steps import make_no_gradient_error, read_output
 
+_PLAIN = (bool, int, float, str, type(None), torch.Tensor, list, dict, set)
+_INTERNAL = frozenset(vars(torch.nn.Module()))  # attributes of every module, such as its hooks
+
 
 def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
     """Begin the weighting of a step. Returns an iterable that reads the step's micro-batches from the loader."""
-    if (context := run.strategy.context) is not None:  # Each process computes its part of the same sequences.
-        assert run.task.sequence_dim is not None  # as the strategy has checked
-        window.wrap_fetch(partial(_cut_fetched, run.task.sequence_dim, context))
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples  # The window knows the number of samples of all processes.
     if run.step.weighting.is_set_by_task:
         # `batch_weight` of the task reads each batch, so all batches of the step are taken from the loader now.
         micro_batches = list(window)
         for micro in micro_batches:
-            micro.set_weight(0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch)))
+            micro.set_weight(0.0 if micro.is_dummy else float(run.task.batch_weight(take_part(run, micro.batch))))
         weights = run.step.weighting.spread([micro.weight for micro in micro_batches], len(window.sizes))
         # In tensor parallelism several processes compute the same batch, whose weight counts once.
         shared_by = run.processes.world_size // run.strategy.data_world_size
@@ -53,12 +52,10 @@ def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch
     return micro_batches
 
 
-def _cut_fetched(dim: int, context: Context, fetch: Callable[[], Any]) -> Callable[[], Any]:
-    def fetch_part() -> Any:
-        batch, loader = fetch()
-        return cut_sequences(batch, dim, context), loader
-
-    return fetch_part
+def take_part(run: Run, batch: Any) -> Any:
+    """Return the part of a batch that this process computes: parts of sequences in a context group, else the batch."""
+    context, dim = run.strategy.context, run.task.sequence_dim
+    return batch if context is None or dim is None else cut_sequences(batch, dim, context)
 
 
 def accumulate_gradient(
@@ -192,7 +189,12 @@ def run_zero_backward(run: Run, micro: MicroBatch, batch: Any, weighting: LossWe
             if loss is not None:
                 run_backward(run, micro, loss * 0.0, weighting)
                 return
-    raise TrainingError(
+    raise make_no_forward_error(run)
+
+
+def make_no_forward_error(run: Run) -> TrainingError:
+    """Return the error for a process that has called no module, while the others communicate in their forward."""
+    return TrainingError(
         f"training_step returned None for the first micro-batch of rank {run.processes.rank}, but this "
         "strategy needs a forward on every rank. To skip a batch, return (loss, 0)."
     )
@@ -257,10 +259,25 @@ def make_restore_point(run: Run) -> Callable[[], None]:
 
 @contextmanager
 def undo_forward_effects(run: Run) -> Iterator[None]:
-    """Undo at the end what a forward in this context logs, adds to metrics and changes in buffers."""
-    restore = make_restore_point(run)
+    """Undo at the end what a forward in this context logs, adds to metrics and changes in the task's modules.
+
+    It restores buffers, and attributes that are plain data or tensors: collections are replaced by copies meanwhile.
+    """
+    restore, modules = make_restore_point(run), [vars(module) for module in run.task.modules()]
+    kept = [_find_plain(attributes) for attributes in modules]
+    for attributes, before in zip(modules, kept, strict=True):
+        attributes |= {name: copy(each) for name, each in before.items() if isinstance(each, (list, dict, set))}
     with run.log.discard_logged():
         try:
             yield
         finally:
             restore()
+            for attributes, before in zip(modules, kept, strict=True):
+                for name in _find_plain(attributes).keys() - before.keys():
+                    del attributes[name]
+                attributes |= before
+
+
+def _find_plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes of a module that are plain data or tensors, without those of every `nn.Module`."""
+    return {name: each for name, each in attributes.items() if isinstance(each, _PLAIN) and name not in _INTERNAL}

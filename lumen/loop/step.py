@@ -28,7 +28,7 @@ from lumen.errors import TrainingError
 from lumen.internals.optimizers import ForwardingOptimizer
 from lumen.internals.tensors import get_version
 from lumen.loop.context_check import check_context
-from lumen.loop.micro_batch import accumulate_gradient, begin_weighting
+from lumen.loop.micro_batch import accumulate_gradient, begin_weighting, take_part
 from lumen.loop.step_in_parts import StepInParts, reduce_max_samples, warn_of_parts
 from lumen.metrics.torchmetrics_states import copy_metric_states, restore_metrics
 from lumen.random import GeneratorStates
@@ -72,7 +72,8 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         run.step.seed_micro_batch(micro, micro.index)
         # If the micro-batches of a step do not divide evenly, some processes get a dummy in the last round. A dummy
         # has weight 0 and often no batch. No hook sees a dummy, which only takes part in the collectives of the step.
-        batch = run.calls.move_to_device(micro.batch, micro.loader) if micro.batch is not None else None
+        whole = run.calls.move_to_device(micro.batch, micro.loader) if micro.batch is not None else None
+        batch = take_part(run, whole)
         for hook in hooks.on_train_batch_start if not micro.is_dummy else ():
             if hook(batch, micro.index) == -1:
                 skip_epoch(run, window, micro)
@@ -84,8 +85,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
             # DDP and FSDP must know before the forward which parameters were frozen or unfrozen since the last step.
             run.strategy.begin_step()
             if run.strategy.context is not None and not run.step.weighted_windows:
-                check_context(run, micro, batch)
-                run.step.seed_micro_batch(micro, micro.index)
+                check_context(run, micro, whole)
         # Forward and backward add to `parameter.grad`. The processes average gradients in the step's last backward.
         if halving is not None:
             output = halving.accumulate_gradient(micro, batch)

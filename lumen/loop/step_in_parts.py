@@ -34,7 +34,7 @@ _HINT = (
     "batch_size with the same global_batch_size gives the same gradient too."
 )
 _REFUSAL = (
-    "halve_on_oom: the processes communicate in each forward (FSDP, SyncBatchNorm), so a process without memory "
+    "halve_on_oom: the processes communicate in each forward (FSDP, Mesh, SyncBatchNorm), so a process without memory "
     "cannot repeat a forward alone. Remove halve_on_oom, or use strategy: ddp. A smaller batch_size of the loader with "
     "the same global_batch_size gives the same step."
 )

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from operator import itemgetter
 from typing import final
 
 import torch
@@ -121,7 +120,9 @@ class LossWeighting:
         if weights := [each for each in of_all if each is not None]:
             self.needs_guess = False
             # The earliest micro-batch of the step decides, so the guess does not depend on the number of processes.
-            total = (min(weights, key=itemgetter(0))[1] or 0.0) * self._micro_batches
+            # Processes that share its sequences have a part of its weight each.
+            earliest = min(number for number, _ in weights)
+            total = sum(weight or 0.0 for number, weight in weights if number == earliest) * self._micro_batches
             self._guess = _round_up_to_power_of_two(total) if 0.0 < total < math.inf else 1.0
 
     def get_loss_factor(self, known: float, returned: float | None) -> float:

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lumen.errors import ConfigError
-
 
 class Cut(NamedTuple):
     """Cut of a tensor into equal parts, of which this process has one.
@@ -26,15 +24,14 @@ class Cut(NamedTuple):
     size: int
 
 
-def cut_dropout(layer: nn.Dropout, name: str, get_cut: Callable[[], Cut | None]) -> None:
+def cut_dropout(layer: nn.Dropout, get_cut: Callable[[torch.Tensor], Cut | None]) -> None:
     """Let a dropout layer draw numbers for its whole input, of which each process has a part.
 
     Args:
         layer: The layer, whose input may be cut in further dimensions by other calls.
-        name: The name of the layer in the task, for errors.
-        get_cut: Function that returns the cut of the input; None where the input is whole.
+        get_cut: Function of the part that returns the cut of the input; None where the input is whole.
     """
-    forward = vars(layer).setdefault("forward", _CutDropout(layer, name))
+    forward = vars(layer).setdefault("forward", _CutDropout(layer))
     forward.get_cuts.append(get_cut)
 
 
@@ -42,22 +39,16 @@ def cut_dropout(layer: nn.Dropout, name: str, get_cut: Callable[[], Cut | None])
 class _CutDropout:
     """Forward of a dropout layer whose input is cut, in one dimension or several."""
 
-    def __init__(self, layer: nn.Dropout, name: str) -> None:
-        self._layer, self._name = layer, name
-        self.get_cuts: list[Callable[[], Cut | None]] = []
+    def __init__(self, layer: nn.Dropout) -> None:
+        self._layer = layer
+        self.get_cuts: list[Callable[[torch.Tensor], Cut | None]] = []
 
     def __call__(self, part: torch.Tensor) -> torch.Tensor:
         """Return this process's part of the output."""
         layer = self._layer
-        cuts = [cut for get_cut in self.get_cuts if (cut := get_cut()) is not None]
+        cuts = [cut for get_cut in self.get_cuts if (cut := get_cut(part)) is not None]
         if not cuts or not layer.training or not layer.p or not part.numel():
             return F.dropout(part, layer.p, layer.training, layer.inplace)
-        for cut in cuts:
-            if cut.dim >= part.dim():
-                raise ConfigError(
-                    f"parallel_plan: {self._name}: colwise:{cut.dim} names dimension {cut.dim}, but the input has "
-                    f"{part.dim()} dimensions, counted from 0."
-                )
         mask = self._draw_mask(part, cuts)
         return part.mul_(mask) if layer.inplace else part * mask
 

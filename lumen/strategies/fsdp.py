@@ -115,8 +115,10 @@ class FSDP(Strategy):
         timeout_s: float = TIMEOUT_S,
         startup_timeout_s: float = STARTUP_TIMEOUT_S,
     ) -> None:
+        self._name = type(self).__name__
         _check_arguments(
-            [wrap, wrap_if, wrap_min_parameters], kind := sharding_strategy.lower(), shard_size, reshard_after_forward
+            self._name, [wrap, wrap_if, wrap_min_parameters], kind := sharding_strategy.lower(), shard_size,
+            reshard_after_forward,
         )  # fmt: skip
         self._timeouts = {"timeout_s": timeout_s, "startup_timeout_s": startup_timeout_s}
         self._wrap = (_as_names(wrap), wrap_if, wrap_min_parameters)
@@ -173,8 +175,8 @@ class FSDP(Strategy):
             self._refuse_inexact(self.device_mesh)
         if not isinstance(self._reshard, bool) and self._shard_mesh.size(-1) % self._reshard:
             raise ConfigError(
-                f"FSDP: reshard_after_forward = {self._reshard} does not divide the {self._shard_mesh.size(-1)} "
-                "processes that share the parameters. Set true, false or a divisor."
+                f"{self._name}: reshard_after_forward = {self._reshard} does not divide the "
+                f"{self._shard_mesh.size(-1)} processes that share the parameters. Set true, false or a divisor."
             )
 
     def _open_context(self) -> Context | None:
@@ -228,7 +230,7 @@ class FSDP(Strategy):
                 has sharded the task.
         """
         assert self.device_mesh is not None
-        refuse_sparse(task, "FSDP")
+        refuse_sparse(task, self._name)
         self._task = task
         options = (
             self.device_mesh, self._wrap, self._reshard, self._offload, self._policy, self._output_dtype,
@@ -240,7 +242,7 @@ class FSDP(Strategy):
             vars(task)["_sharded"] = options, sharded  # bypasses nn.Module: the task is a module inside
         elif earlier != options:
             raise ConfigError(
-                f"this {type(task).__name__} is already sharded, by an FSDP strategy with different options or "
+                f"this {type(task).__name__} is already sharded, by a strategy with different options or "
                 "processes. Give both trainers the same options, or build a new task and load its checkpoint."
             )
         else:
@@ -258,7 +260,7 @@ class FSDP(Strategy):
         units = find_units(task, classes, is_unit, min_parameters)
         is_manual = not getattr(task, "automatic_optimization", True)
         if is_manual:
-            units += [module for module in list_outermost(task) if module not in units]
+            units += [module for module in list_outermost(task, self._name) if module not in units]
         for module in find_modules(task, self._checkpointed, "activation_checkpointing"):
             # Only the forward is checkpointed: torch.compile supports that, and no name changes.
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
@@ -266,7 +268,7 @@ class FSDP(Strategy):
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(self._buffer_dtype)
         return ShardedTask(
-            task, units, mesh, self.device, reshard=self._reshard, policy=self._policy,
+            task, units, mesh, self.device, name=self._name, reshard=self._reshard, policy=self._policy,
             output_dtype=self._output_dtype, offload=self._offload, is_manual=is_manual,
         )  # fmt: skip
 
@@ -276,13 +278,13 @@ class FSDP(Strategy):
         """Refuse an optimizer that needs unsharded parameters: each process holds only a shard."""
         if needs_closure(optimizer):
             raise ConfigError(
-                f"FSDP: {type(optimizer).__name__} evaluates the loss within its step, which needs unsharded "
-                "parameters. Use strategy: ddp, or a different optimizer."
+                f"{self._name}: {type(optimizer).__name__} evaluates the loss within its step, which needs "
+                "unsharded parameters. Use strategy: ddp, or a different optimizer."
             )
         if any(muons_on_parts(optimizer)):
             raise ConfigError(
-                "FSDP: torch.optim.Muon computes wrong updates from shards of matrices, and fails for a matrix with "
-                "fewer rows than processes. Use lumen.optim.WholeMatrices(torch.optim.Muon(...))."
+                f"{self._name}: torch.optim.Muon computes wrong updates from shards of matrices, and fails for a "
+                "matrix with fewer rows than processes. Use lumen.optim.WholeMatrices(torch.optim.Muon(...))."
             )
 
     def begin_step(self) -> None:
@@ -306,8 +308,8 @@ class FSDP(Strategy):
         added = [name for name, each in self._task.named_parameters() if not isinstance(each, DTensor)]
         if added:
             raise TrainingError(
-                f"FSDP: {format_first_names(added)} were added after the parameters were sharded. Create parameters in "
-                "__init__ or configure_model, frozen until a step needs them, or use strategy: ddp."
+                f"{self._name}: {format_first_names(added)} were added after the parameters were sharded. Create "
+                "parameters in __init__ or configure_model, frozen until a step needs them, or use strategy: ddp."
             )
 
     def call(self, step: str, *args: Any) -> Any:
@@ -357,7 +359,7 @@ class FSDP(Strategy):
                 if not count:
                     parameter.grad = None
         elif missing and not has_zero_loss:
-            raise TrainingError(describe_unused(missing, self.processes.rank, "FSDP"))
+            raise TrainingError(describe_unused(missing, self.processes.rank, self._name))
 
     def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[RankInvariant, torch.Tensor]:
         """Return the gradient norm, which is the norm over all shards."""
@@ -407,18 +409,20 @@ def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
-def _check_arguments(wraps: list[Any], kind: str, shard_size: int | None, reshard: bool | int | None) -> None:
+def _check_arguments(
+    name: str, wraps: list[Any], kind: str, shard_size: int | None, reshard: bool | int | None
+) -> None:
     if sum(each is not None for each in wraps) > 1:
         raise ConfigError(
-            "FSDP: wrap, wrap_if and wrap_min_parameters each choose the units. Set only one of these options."
+            f"{name}: wrap, wrap_if and wrap_min_parameters each choose the units. Set only one of these options."
         )
     if shard_size is not None and (kind != "hybrid_shard" or shard_size < 1):
         raise ConfigError(
-            f"FSDP: shard_size = {shard_size} needs sharding_strategy: hybrid_shard, and a value of at least 1."
+            f"{name}: shard_size = {shard_size} needs sharding_strategy: hybrid_shard, and a value of at least 1."
         )
     if reshard not in (None, False) and _UNSHARDED_STRATEGIES[kind]:
-        raise ConfigError(f"FSDP: {kind} keeps parameters unsharded after the forward. Remove reshard_after_forward.")
+        raise ConfigError(f"{name}: {kind} keeps parameters unsharded after the forward. Remove reshard_after_forward.")
     if not isinstance(reshard, (bool, type(None))) and reshard < 2:
         raise ConfigError(
-            f"FSDP: reshard_after_forward = {reshard}: expected true, false or a number of processes, at least 2."
+            f"{name}: reshard_after_forward = {reshard}: expected true, false or a number of processes, at least 2."
         )

@@ -47,6 +47,7 @@ class ShardedTask:
         mesh: The device mesh. Parameters are sharded over its last dimension. In a mesh of two dimensions, parameters
             are replicated over the first.
         device: The device of this process.
+        name: The class of the strategy, for errors.
         reshard: The value of `reshard_after_forward` of `fully_shard`.
         policy: The value of `mp_policy` of `fully_shard`; inputs of the task's modules are cast, inputs of its steps
             are not.
@@ -71,6 +72,7 @@ class ShardedTask:
         mesh: DeviceMesh,
         device: torch.device,
         *,
+        name: str,
         reshard: bool | int,
         policy: MixedPrecisionPolicy,
         output_dtype: torch.dtype | None,
@@ -78,8 +80,9 @@ class ShardedTask:
         is_manual: bool = False,
     ) -> None:
         self.root: Any = StepModule(task)
+        self._name = name
         self.units: list[Any] = [*units] if is_manual else [*units, self.root]
-        self._roots: list[Any] = list_outermost(task) if is_manual else [self.root]
+        self._roots: list[Any] = list_outermost(task, name) if is_manual else [self.root]
         self.outputs: list[torch.Tensor] = []
         self.arrived: set[str] = set()
         self.all_reduce_sum: Callable[[list[float]], list[float]] | None = None
@@ -106,7 +109,7 @@ class ShardedTask:
         for unit in self.units:
             keys = _list_unsharded(unit)
             before = [get_direct_parameters(module)[key] for module, key in keys]
-            _check_parameters(keys, names)
+            _check_parameters(keys, names, name)
             _move_to_device(keys, unit, device)
             is_root = unit is self.root  # `root` is called with the inputs of the step, which are not cast
             unit.register_forward_hook(_disable_compile(_copy_views))
@@ -188,9 +191,9 @@ class ShardedTask:
         parameter = get_direct_parameters(module)[key]
         if self._in_forward and is_placed(parameter):
             raise ConfigError(
-                f"FSDP: training_step uses {name} through a reference outside the module, while the unit of {name} is "
-                f"not gathered. Units are {self._describe_units()}. Use {name} in the forward of its unit, or choose "
-                "other units with wrap: parameters outside all units are gathered for the whole step."
+                f"{self._name}: training_step uses {name} through a reference outside the module, while the unit "
+                f"of {name} is not gathered. Units are {self._describe_units()}. Use {name} in the forward of its "
+                "unit, or choose other units with wrap: parameters outside all units are gathered for the whole step."
             )
         return parameter
 
@@ -210,14 +213,14 @@ class ShardedTask:
         self._versions.clear()
         if toggled:
             raise TrainingError(
-                f"FSDP: {format_first_names(toggled)} was frozen or unfrozen in a step or a hook while it was "
+                f"{self._name}: {format_first_names(toggled)} was frozen or unfrozen in a step or a hook while it was "
                 "gathered; the change would be lost with the gathered copy. Freeze and unfreeze between steps: in "
                 "on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
             )
         if written:
             raise TrainingError(
-                f"FSDP: {format_first_names(written)} was written in a step or a hook while it was gathered; the "
-                "change would be lost with the gathered copy. Write in on_before_zero_grad, on_validation_start or "
+                f"{self._name}: {format_first_names(written)} was written in a step or a hook while it was gathered; "
+                "the change would be lost with the gathered copy. Write in on_before_zero_grad, on_validation_start or "
                 "on_validation_end, where each process holds its shard."
             )
 
@@ -233,9 +236,9 @@ class ShardedTask:
         total, squares, world = self.all_reduce_sum([number, number**2, 1.0])
         if total**2 != world * squares:
             raise TrainingError(
-                "FSDP: the ranks call different units in one training_step, or units in a different order. Units are "
-                f"{self._describe_units()}. Call all units on every rank, with a weight of 0 where the result is "
-                "unused; or choose units with wrap so that one unit holds both branches; or use strategy: ddp."
+                f"{self._name}: the ranks call different units in one training_step, or units in a different order. "
+                f"Units are {self._describe_units()}. Call all units on every rank, with a weight of 0 where the "
+                "result is unused; or choose units with wrap so that one unit holds both branches; or use ddp."
             )
 
     def _mark_arrived(self, name: str, parameter: nn.Parameter) -> None:
@@ -266,9 +269,9 @@ class ShardedTask:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise ConfigError(
-                f"FSDP: {step} uses parameters of a module without calling the module, but only a call gathers the "
-                f"parameters: {str(error).splitlines()[0]} Units are {self._describe_units()}. Wrap modules that are "
-                "called, such as whole blocks."
+                f"{self._name}: {step} uses parameters of a module without calling the module, but only a call gathers "
+                f"the parameters: {str(error).splitlines()[0]} Units are {self._describe_units()}. Wrap modules that "
+                "are called, such as whole blocks."
             ) from error
         finally:
             self._in_forward = False
@@ -377,23 +380,25 @@ def _list_unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
     return list(found.values())
 
 
-def _check_parameters(keys: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+def _check_parameters(keys: list[tuple[nn.Module, str]], names: dict[int, str], strategy: str) -> None:
     parameters = {f"{names[id(module)]}.{key}".lstrip("."): get_direct_parameters(module)[key] for module, key in keys}
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in parameters.items():
         assert parameter is not None
         if nn.parameter.is_lazy(parameter):
-            raise ConfigError(f"FSDP: {name} has no shape yet. Run a batch through lazy modules when they are built.")
+            raise ConfigError(
+                f"{strategy}: {name} has no shape yet. Run a batch through lazy modules when they are built."
+            )
         if parameter.ndim == 0:
-            raise ConfigError(f"FSDP: {name} has no dimension to shard. Give the parameter the shape (1,).")
+            raise ConfigError(f"{strategy}: {name} has no dimension to shard. Give the parameter the shape (1,).")
         if parameter.requires_grad and not parameter.numel():
-            raise ConfigError(f"FSDP: {name} has no elements to train. Set its requires_grad to False.")
+            raise ConfigError(f"{strategy}: {name} has no elements to train. Set its requires_grad to False.")
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         listed = ", ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in dtypes.items())
         raise ConfigError(
-            f"FSDP: the trainable parameters of one unit have several dtypes: {listed}. Use one dtype, or make "
+            f"{strategy}: the trainable parameters of one unit have several dtypes: {listed}. Use one dtype, or make "
             "separate units of the modules that differ (wrap)."
         )
 

@@ -63,8 +63,12 @@ def find_units(
     return [module for module in reversed(named) if module in allowed]
 
 
-def list_outermost(task: nn.Module) -> list[nn.Module]:
+def list_outermost(task: nn.Module, strategy: str) -> list[nn.Module]:
     """Return the largest modules of a task that the task calls directly; together they hold all of its parameters.
+
+    Args:
+        task: The task.
+        strategy: The class of the strategy, for errors.
 
     Raises:
         ConfigError: A parameter belongs to the task itself, or several of these modules share a parameter.
@@ -81,8 +85,8 @@ def list_outermost(task: nn.Module) -> list[nn.Module]:
     shared = [name for name, module in task.named_modules() if module in found and _has_shared_parameter(task, module)]
     if direct or shared:
         raise ConfigError(
-            f"FSDP: {type(task).__name__} uses manual optimization, so each module is gathered when it is called, but "
-            f"{', '.join([*direct, *shared][:8])} "
+            f"{strategy}: {type(task).__name__} uses manual optimization, so each module is gathered when it is "
+            f"called, but {', '.join([*direct, *shared][:8])} "
             f"{'is a parameter of the task itself' if direct else 'share parameters'}. Put these parameters into one "
             "module that the task calls, or use strategy: ddp."
         )

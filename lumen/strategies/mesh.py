@@ -146,10 +146,10 @@ class Mesh(FSDP):
     def _check_sequences(self, task: nn.Module, context: Context) -> None:
         name = type(task).__name__
         dim = task.sequence_dim if isinstance(task, TaskModule) else None
-        if dim is None:
+        if not isinstance(dim, int) or dim < 0:
             raise ConfigError(
-                f"Mesh: context = {context.size} cuts sequences, but {name} has no sequence_dim. Set the dimension of "
-                "the sequence in tensors of a batch, such as sequence_dim = 1 for (batch, time)."
+                f"Mesh: context = {context.size} cuts sequences, but sequence_dim of {name} is {dim!r}. Set the "
+                "dimension of the sequence in tensors of a batch, from 0, such as sequence_dim = 1 for (batch, time)."
             )
         if not getattr(task, "automatic_optimization", True):
             raise ConfigError(f"Mesh: context = {context.size} needs automatic optimization in {name}.")

@@ -31,18 +31,9 @@ def cut_sequences(batch: Any, dim: int, context: Context) -> Any:
     return _map_sequences(batch, dim, lambda each: each.narrow(dim, context.rank * length, length).contiguous())
 
 
-def gather_sequences(batch: Any, dim: int, context: Context) -> Any:
-    """Return the batch of which `batch` is a part. Collective."""
-    return _map_sequences(batch, dim, lambda each: context.gather(each, dim))
-
-
-def shorten_sequences(batch: Any, dim: int, length: int | None) -> Any:
-    """Return a batch with the first `length` positions of each sequence; None: all positions."""
-
-    def shorten(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.narrow(dim, 0, min(tensor.shape[dim], length or tensor.shape[dim]))
-
-    return _map_sequences(batch, dim, shorten)
+def shorten_sequences(batch: Any, dim: int, length: int) -> Any:
+    """Return a batch with the first `length` positions of each sequence, or all if it has fewer."""
+    return _map_sequences(batch, dim, lambda each: each.narrow(dim, 0, min(each.shape[dim], length)))
 
 
 def _map_sequences(batch: Any, dim: int, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -61,9 +52,9 @@ def cut_dropouts(task: nn.Module, dim: int, context: Context) -> None:
         context: The processes that share sequences.
     """
 
-    def get_cut() -> Cut | None:
-        return None if get_context() is None else Cut(dim, context.rank, context.size)
+    def get_cut(part: torch.Tensor) -> Cut | None:
+        return None if get_context() is None or part.ndim <= dim else Cut(dim, context.rank, context.size)
 
-    for name, module in task.named_modules():
+    for module in task.modules():
         if type(module) is nn.Dropout:
-            cut_dropout(module, name, get_cut)
+            cut_dropout(module, get_cut)

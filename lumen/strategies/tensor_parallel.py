@@ -105,7 +105,7 @@ class TensorParallel:
         cuts: dict[int, tuple[str, _Cut]] = {}
         for name, style in styles.items():
             if style.kind is nn.Dropout:
-                cut_dropout(cast(nn.Dropout, self._names[name]), name, partial(self._get_cut, style.dim))
+                cut_dropout(cast(nn.Dropout, self._names[name]), partial(self._get_cut, name, style.dim))
             else:
                 self._cut_layer(name, style, cuts)
         self._packed = {self._names[name]: style.parts for name, style in styles.items() if style.parts > 1}
@@ -218,7 +218,12 @@ class TensorParallel:
     def _give_whole(self, layer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output if self._is_bypassed else output.redistribute(mesh, [Replicate()]).to_local()
 
-    def _get_cut(self, dim: int) -> Cut | None:
+    def _get_cut(self, name: str, dim: int, part: torch.Tensor) -> Cut | None:
+        if dim >= part.ndim:
+            raise ConfigError(
+                f"parallel_plan: {name}: colwise:{dim} names dimension {dim}, but the input has {part.ndim} "
+                "dimensions, counted from 0."
+            )
         return None if self._is_bypassed else Cut(dim, self._mesh.get_local_rank(), self._mesh.size())
 
     def _sum_gradient(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Mesh with context: processes that compute parts of sequences train as one process, and other tasks are refused."""
 
+import logging
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
-from lumen.errors import ConfigError
+from lumen.errors import ConfigError, TrainingError
 from tests.helpers.checkpoints import read_tensors
 from tests.helpers.mesh import count_step_collectives
 from tests.helpers.tasks import bare_trainer, quiet_trainer
@@ -88,7 +89,10 @@ class Model(lumen.TaskModule):
 
 def collate(rows):
     ids, documents = (torch.stack(each) for each in zip(*rows, strict=True))
-    return {"ids": ids[:, :-1], "targets": ids[:, 1:], "documents": documents, "names": ["a"] * len(ids)}
+    return {
+        "ids": ids[:, :-1], "targets": ids[:, 1:], "documents": documents, "labels": ids[:, -1],
+        "names": ["a"] * len(ids),
+    }  # fmt: skip
 
 
 def make_loader(shuffle, time=TIME):
@@ -237,6 +241,18 @@ class NoDimension(Model):
     sequence_dim = None
 
 
+class LastDimension(Model):
+    sequence_dim = -1
+
+
+class Scalar(Model):
+    """Model with a parameter that cannot be sharded, which is an error of FSDP under its own name."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
 class Manual(Model):
     automatic_optimization = False
 
@@ -250,7 +266,9 @@ REFUSED = [
     (Shifting, "has other gradients"),
     (Dropping, r"dropout_p is 0\.1"),
     (Masking, "needs a mask of this process's 4 queries and all 8 keys"),
-    (NoDimension, "has no sequence_dim"),
+    (NoDimension, "sequence_dim of NoDimension is None"),
+    (LastDimension, "sequence_dim of LastDimension is -1"),
+    (Scalar, r"^Mesh: scale has no dimension"),
     (Manual, "needs automatic optimization"),
 ]
 
@@ -275,6 +293,20 @@ def test_sequences_of_wrong_length_are_refused(group, tmp_path):
     group(2).run(refuse, tmp_path, Model(), make_loader(shuffle=True, time=9), "found the lengths 9")
     uneven = DataLoader(make_loader(shuffle=True).dataset, 2, collate_fn=collate_unevenly)
     group(2).run(refuse, tmp_path, Model(), uneven, "found the lengths 8, 9")
+
+
+class Skipping(Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch) if batch_idx else None
+
+
+def skip(folder, task):
+    with pytest.raises(TrainingError, match=r"To skip a batch, return \(loss, 0\)"):
+        bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(context=2)).fit(task, make_loader(shuffle=True))
+
+
+def test_first_step_without_a_loss_is_refused(group, tmp_path):
+    group(2).run(skip, tmp_path, Skipping())
 
 
 class Long(Local):
@@ -357,8 +389,56 @@ class Plain(Model):
         return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
+class Augmented(Model):
+    """Model whose hooks draw numbers, and make the targets from whole sequences."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        noise = torch.rand(batch["ids"].shape) < 0.2
+        return batch | {"ids": batch["ids"].masked_fill(noise, 0), "targets": batch["ids"].roll(-1, 1)}
+
+    def on_train_batch_start(self, batch, batch_idx):
+        torch.rand(3)
+
+
+class VectorDropout(Model):
+    """Model with dropout of a vector, which has no sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.vector_drop = nn.Dropout(0.5)
+
+    def training_step(self, batch):
+        loss, tokens = super().training_step(batch)
+        return loss + self.vector_drop(self.head.bias).square().sum(), tokens
+
+
+class Classifier(Model):
+    """Classifier of whole sequences: of their first position, and of the mean of their positions."""
+
+    def training_step(self, batch):
+        x = self.tokens(batch["ids"]) + self.positions(self.get_positions(batch["ids"]))
+        for block in self.blocks:
+            x = block(x, batch["documents"])
+        pooled = lumen.attention(torch.zeros_like(x[:, None, :1]), x[:, None], x[:, None])[:, 0, 0]
+        pooled = F.dropout(pooled, 0.1, self.training)
+        return F.cross_entropy(self.head(pooled), batch["labels"])
+
+
+class FirstClassifier(Classifier):
+    def training_step(self, batch):
+        x = self.tokens(batch["ids"]) + self.positions(self.get_positions(batch["ids"]))
+        for block in self.blocks:
+            x = block(x, batch["documents"])
+        is_first = int(lumen.position_ids(1)[0] == 0)
+        return F.cross_entropy(self.head(x[:, 0]), batch["labels"]), is_first * len(x)
+
+
 FEATURES = {
     "llama": (Llama, {}, {}),
+    "hooks": (Augmented, {}, {}),
+    "dropout of vectors": (VectorDropout, {}, {}),
+    "pooling": (Classifier, {}, {}),
+    "first position": (FirstClassifier, {}, {}),
     "plain": (Plain, {}, {}),
     "checkpointing": (Model, {"activation_checkpointing": "Block"}, {}),
     "compiled": (Model, {}, {"compile": {"backend": "aot_eager", "blocks": ["Block"]}}),
@@ -390,3 +470,63 @@ def train_twice(folder, name):
 def test_context_works_with_each_feature(group, tmp_path, name):
     for one, other in zip(*group(2).run(train_twice, tmp_path, name, limit_s=120)[0], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+class Remembering(Model):
+    """Model that keeps state in Python, and logs a mean over tokens as a mean over samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.losses, self.sums = 0, [], {}
+
+    def training_step(self, batch):
+        loss, tokens = super().training_step(batch)
+        self.calls += 1
+        self.losses.append(float(loss.detach()))
+        self.sums["tokens"] = self.sums.get("tokens", 0) + tokens
+        self.newest = self.__dict__.get("newest", 0) + 1
+        self.log("loss", loss)
+        self.log("weighted", loss, batch_size=tokens)
+        return loss, tokens
+
+
+def remember(folder):
+    task, records = Remembering(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lumen").addHandler(handler)
+    try:
+        strategy = lumen.Mesh(context=2)
+        trainer = bare_trainer(folder, max_steps=3, strategy=strategy, global_batch_size=2, log_level="WARNING")
+        trainer.fit(task, make_loader(shuffle=True))
+    finally:
+        logging.getLogger("lumen").removeHandler(handler)
+    return task.calls, len(task.losses), task.newest, task.sums["tokens"], trainer.run.progress.units, records
+
+
+def test_first_step_leaves_no_trace_in_the_task(group, tmp_path):
+    """It calls `training_step` two times more, and warns of values that parts of sequences log differently."""
+    ranks = group(2).run(remember, tmp_path)
+    assert [each[:3] for each in ranks] == [(3, 3, 3)] * 2
+    assert sum(each[3] for each in ranks) == ranks[0][4]
+    (warning,) = [each for each in ranks[0][5] if "over parts of sequences" in each]
+    assert "logs 'loss' as" in warning
+
+
+class Frozen(Model):
+    """Model with frozen layers in 16 bits, which needs autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.float()
+        for block in self.blocks:
+            block.up.requires_grad_(False).bfloat16()
+
+
+def train_frozen(folder):
+    trainer = bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(context=2), precision="bf16")
+    trainer.fit(Frozen(), make_loader(shuffle=True))
+
+
+def test_context_trains_with_layers_of_16_bits(group, tmp_path):
+    group(2).run(train_frozen, tmp_path)
