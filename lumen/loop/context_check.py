@@ -109,7 +109,10 @@ def _compute_step(run: Run, micro: MicroBatch, batch: Any, length: int, context:
     # Autocast to 16 bits would hide a difference in its rounding, but parameters of several dtypes need it.
     dtypes = {each.dtype for each in run.task.parameters() if each.is_floating_point()}
     precision = run.precision.forward() if len(dtypes) > 1 else nullcontext()
-    with undo_forward_effects(run), strategy.gradient_sync(last=True), use_context(context):
+    with (
+        undo_forward_effects(run), strategy.gradient_sync(last=True), use_context(context),
+        run.calls.compilation.pause(),
+    ):  # fmt: skip
         logged = run.log.stage
         with precision:
             arguments = run.calls.get_arguments("training_step", take_part(batch), micro.index, micro.loader)

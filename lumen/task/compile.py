@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, final
 
@@ -64,6 +64,10 @@ class Compilation(AbstractContextManager["Compilation"]):
         """Return True if compiled code is replayed as CUDA graphs, so that the next replay overwrites its outputs."""
         uses_graphs = self._options.get("mode") in _GRAPH_MODES or (self._options.get("options") or {}).get(_GRAPHS)
         return self._is_enabled and device.type == "cuda" and bool(uses_graphs)
+
+    def pause(self) -> AbstractContextManager[Any]:
+        """Return a context in which modules compile nothing, for a step with other shapes."""
+        return torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
 
     def check_graphs(self, device: torch.device, *, shards: bool, accumulates: bool) -> None:
         """Raise an error if CUDA graphs cannot be replayed; do nothing without CUDA graphs.

@@ -188,7 +188,7 @@ class _HangWatch:
     def _get_limit(self) -> tuple[bool, float]:
         """Return whether the run is in a step, and its time limit in seconds."""
         processes, codes = self._processes, [frame.f_code for frame in self._iterate_frames()]
-        in_step = not _STEPS.isdisjoint(codes)
+        in_step = any(code is step for code in codes for step in _STEPS)  # compiled code may have no hash
         files = [code.co_filename for code in codes]
         waits = any(file.startswith(_COLLECTIVES) for file in files) and _SAVES not in files  # a disk may be slow
         if not self._is_past_first_step:

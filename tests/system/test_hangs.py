@@ -5,14 +5,17 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 
 import pytest
 
+import lumen
 from lumen.errors import HUNG
 from tests.helpers import hanging_run
 from tests.helpers.hanging_run import LATE, LONG_S, UNMATCHED
 from tests.helpers.jobs import Nursery, start_script
+from tests.helpers.tasks import Regression, bare_trainer, loader
 
 MODULE = hanging_run.__name__
 PLACE = r"is in user code: \S+hanging_run\.py:\d+ in"
@@ -144,3 +147,19 @@ def test_suspended_job_continues(nursery, tmp_path):
     assert "done: 8 steps" in end.output
     (row,) = csv.DictReader((tmp_path / "runs/run/system.csv").read_text().splitlines())
     assert float(row["steps_per_s"]) > 8 / (1.5 * LONG_S)  # The time in which the job was stopped does not count.
+
+
+def test_code_without_a_hash_is_watched(tmp_path, monkeypatch):
+    """Code of `torch.compile` may have constants without a hash."""
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    def wait():
+        time.sleep(0.8)
+
+    wait.__code__ = wait.__code__.replace(co_consts=(*wait.__code__.co_consts, {}))
+    task = Regression()
+    monkeypatch.setattr(task, "on_before_zero_grad", lambda optimizer: wait())
+    strategy = lumen.SingleDevice(timeout_s=8)  # polls each 0.2 s
+    bare_trainer(tmp_path, max_steps=1, strategy=strategy).fit(task, loader())
+    assert raised == []
