@@ -67,7 +67,7 @@ def list_outermost(task: nn.Module, strategy: str) -> list[nn.Module]:
     """Return the largest modules of a task that the task calls directly; together they hold all of its parameters.
 
     Args:
-        task: The task.
+        task: The task whose children are searched.
         strategy: The class of the strategy, for errors.
 
     Raises:

@@ -505,7 +505,7 @@ def remember(folder):
 
 
 def test_first_step_leaves_no_trace_in_the_task(group, tmp_path):
-    """It calls `training_step` two times more, and warns of values that parts of sequences log differently."""
+    """The step calls `training_step` three times, and warns of values that parts of sequences log differently."""
     ranks = group(2).run(remember, tmp_path)
     assert [each[:3] for each in ranks] == [(3, 3, 3)] * 2
     assert sum(each[3] for each in ranks) == ranks[0][4]
