@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.errors import ConfigError, TrainingError
+from lumen.run.loss_weighting import LossWeighting
 from tests.helpers.checkpoints import read_tensors
 from tests.helpers.mesh import count_step_collectives
 from tests.helpers.tasks import bare_trainer, quiet_trainer
@@ -530,3 +531,15 @@ def train_frozen(folder):
 
 def test_context_trains_with_layers_of_16_bits(group, tmp_path):
     group(2).run(train_frozen, tmp_path)
+
+
+def test_first_guess_counts_all_parts():
+    """The first part may have no weight, such as a prompt; a guess of 1 would let fp16 overflow."""
+    parts = [(0, 0.0), (0, 10.0)]
+    options = {"data_world_size": 2, "context_size": 2, "uses_scaler": True, "gather": lambda first: parts}
+    for number, weight in parts:
+        weighting = LossWeighting(is_set_by_task=False, **options)
+        weighting.begin_step(2.0, 1, 0.0)
+        weighting.set_first_guess(number, weight)
+        weighting.get_loss_factor(2.0, weight)
+        assert weighting.planned == 16.0
