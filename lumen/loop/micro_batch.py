@@ -81,15 +81,17 @@ def accumulate_gradient(
         if not micro.is_dummy:
             # A task written for a plain loop may call backward in `training_step`, which would count the gradient
             # twice. The first step of a run compares the gradients before and after.
-            before = None if run.step.weighted_windows else (run.optim.list_gradients(), list_buffer_writes(run))
+            before = None if run.step.weighted_windows else run.optim.list_gradients()
+            writes = None if before is None or not strategy.is_exact else list_buffer_writes(run)
             with precision.forward():  # autocast
                 # `training_step` may leave out batch_idx and dataloader_idx in its signature. `call` runs the step
                 # within the forward of DDP's or FSDP's wrapper, whose hooks must see the forward.
                 arguments = run.calls.get_arguments("training_step", batch, micro.index, micro.loader)
                 output = strategy.call("training_step", *arguments)
             if before is not None:
-                check_no_user_backward(run, before[0])
-                check_no_buffer_writes(run, before[1])
+                check_no_user_backward(run, before)
+            if writes is not None:
+                check_no_buffer_writes(run, writes)
             loss, returned_weight = read_output(output)
         if loss is not None:
             if weighting.needs_guess:
@@ -105,7 +107,8 @@ def accumulate_gradient(
                 # A factor of 1 is left out, so that a single micro-batch trains as in a loop written by hand.
                 weighted_loss = loss if loss_factor == 1.0 else loss * loss_factor
         if weighted_loss is not None:
-            weighting.keep_loss(weighted_loss)
+            if weighting.losses is not None:  # A callback reads the step's mean loss.
+                weighting.keep_loss(weighted_loss)
             for hook in hooks.on_before_backward:
                 hook(weighted_loss)
             run_backward(run, micro, weighted_loss, weighting)

@@ -73,7 +73,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         # If the micro-batches of a step do not divide evenly, some processes get a dummy in the last round. A dummy
         # has weight 0 and often no batch. No hook sees a dummy, which only takes part in the collectives of the step.
         whole = run.calls.move_to_device(micro.batch, micro.loader) if micro.batch is not None else None
-        batch = take_part(run, whole)
+        batch = whole if run.strategy.context is None else take_part(run, whole)
         for hook in hooks.on_train_batch_start if not micro.is_dummy else ():
             if hook(batch, micro.index) == -1:
                 skip_epoch(run, window, micro)

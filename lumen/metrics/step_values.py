@@ -42,13 +42,14 @@ class Accumulator:
         """Add a value of `weight` samples. A mean ignores values of weight 0."""
         if not weight and self.reduction == "mean":  # The value may be NaN, and 0 * NaN is NaN.
             return
-        self.weight += self._as_summand(weight)
+        summand = self._as_summand(weight)
+        self.weight += summand
         if isinstance(value, torch.Tensor):
             self.pending.append((value, weight))
             if len(self.pending) == _FOLD_AT:
                 self.total, self.pending = self._compute_folded(), []
         else:
-            self.total = self._fold_value(self.total, value, weight)
+            self.total = self._fold_value(self.total, value, summand)
 
     def compute(self) -> float | torch.Tensor:
         """Return the reduced value: a float, or a float64 tensor on an accelerator; NaN for a mean over nothing."""
@@ -76,9 +77,9 @@ class Accumulator:
         """Return a number in the form in which sums are kept; a number that is not finite stays a float."""
         return Fraction(number) if isinstance(self.weight, Fraction) and math.isfinite(number) else number
 
-    def _fold_value(self, total: Any, value: Any, weight: float) -> Any:
+    def _fold_value(self, total: Any, value: Any, weight: float | Fraction) -> Any:
         if self.reduction == "mean":
-            return total + self._as_summand(value) * self._as_summand(weight)
+            return total + self._as_summand(value) * weight
         if self.reduction == "sum":
             return total + self._as_summand(value)
         if isinstance(value, torch.Tensor):
@@ -94,7 +95,7 @@ class Accumulator:
         if isinstance(self.weight, Fraction):
             total = self.total
             for value, weight in self.pending:
-                total = self._fold_value(total, float(value), weight)
+                total = self._fold_value(total, float(value), self._as_summand(weight))
             return total
         values = torch.stack([value for value, _ in self.pending])
         if self.reduction in ("min", "max"):

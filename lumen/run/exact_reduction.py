@@ -100,7 +100,7 @@ def _find_reasons(run: Run) -> Iterator[str]:
 
 def list_buffer_writes(run: Run) -> dict[str, tuple[int, int]]:
     """Return the identity of each buffer that checkpoints contain, by name, and the number of writes to it."""
-    found = find_places(run.task, buffers=True, persistent=True) if run.strategy.is_exact else {}
+    found = find_places(run.task, buffers=True, persistent=True)
     buffers = {name: held[key] for name, (held, key) in found.items()}
     return {name: (id(each), get_version(each)) for name, each in buffers.items() if not isinstance(each, nn.Parameter)}
 

@@ -166,9 +166,9 @@ class LossWeighting:
             self.planned = self._guess
 
     def keep_loss(self, part: torch.Tensor) -> None:
-        """Keep the contribution of a micro-batch to the step's loss, if a callback reads that loss."""
-        if self.losses is not None:
-            self.losses.append(part.detach())
+        """Keep the contribution of a micro-batch to the step's loss, for a callback that reads that loss."""
+        assert self.losses is not None
+        self.losses.append(part.detach())
 
     def copy_without_losses(self) -> LossWeighting:
         """Return a copy for a repeated evaluation of the step, before any loss was counted."""
@@ -222,7 +222,7 @@ class LossWeighting:
             TrainingError: `training_step` returned weights on some processes only.
         """
         if self._sums is None:
-            self.total = math.fsum(self.spread(self._weights, self._micro_batches))
+            self.total = float((sum if self._exact_rank is None else math.fsum)(self._weights))
             return self._flags
         (with_weight, without_weight, *rest), self._sums = self._sums(), None
         flags, weights = rest[: len(self._flags)], rest[len(self._flags) :]
