@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from lumen.strategies.sequence import cut_sequences, shorten_sequences
 from lumen.task.steps import read_output
 
 _LENGTH = 512  # positions of each process that are compared, if the loss of the batch has weight there
-
+_PLAIN = (bool, int, float, str, type(None), torch.Tensor, list, dict, set)
+_INTERNAL = frozenset(vars(torch.nn.Module()))  # attributes of every module, such as its hooks
 
 #: Gradients of this process's shards, by name; the sum of weights; and logged values.
 _Results = tuple[dict[str, torch.Tensor], float, dict[str, float]]
@@ -110,8 +113,8 @@ def _compute_step(run: Run, micro: MicroBatch, batch: Any, length: int, context:
     dtypes = {each.dtype for each in run.task.parameters() if each.is_floating_point()}
     precision = run.precision.forward() if len(dtypes) > 1 else nullcontext()
     with (
-        undo_forward_effects(run), strategy.gradient_sync(last=True), use_context(context),
-        run.calls.compilation.pause(),
+        undo_forward_effects(run), _undo_attributes(run.task), strategy.gradient_sync(last=True),
+        use_context(context), run.calls.compilation.pause(),
     ):  # fmt: skip
         logged = run.log.stage
         with precision:
@@ -140,3 +143,27 @@ def _compute_step(run: Run, micro: MicroBatch, batch: Any, length: int, context:
             gradients[name] = get_local_tensor(gradient.detach()) / (total or 1.0)
             parameter.grad = None
     return gradients, total, values
+
+
+@contextmanager
+def _undo_attributes(task: torch.nn.Module) -> Iterator[None]:
+    """Restore attributes of the task's modules at the end: plain data and tensors.
+
+    Collections are replaced by copies in this context.
+    """
+    modules = [vars(module) for module in task.modules()]
+    kept = [_find_plain(attributes) for attributes in modules]
+    for attributes, before in zip(modules, kept, strict=True):
+        attributes |= {name: copy(each) for name, each in before.items() if isinstance(each, (list, dict, set))}
+    try:
+        yield
+    finally:
+        for attributes, before in zip(modules, kept, strict=True):
+            for name in _find_plain(attributes).keys() - before.keys():
+                del attributes[name]
+            attributes |= before
+
+
+def _find_plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes of a module that are plain data or tensors, without those of every `nn.Module`."""
+    return {name: each for name, each in attributes.items() if isinstance(each, _PLAIN) and name not in _INTERNAL}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -28,9 +27,6 @@ from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
 from lumen.strategies.sequence import cut_sequences
 from lumen.task.steps import make_no_gradient_error, read_output
-
-_PLAIN = (bool, int, float, str, type(None), torch.Tensor, list, dict, set)
-_INTERNAL = frozenset(vars(torch.nn.Module()))  # attributes of every module, such as its hooks
 
 
 def begin_weighting(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
@@ -262,25 +258,10 @@ def make_restore_point(run: Run) -> Callable[[], None]:
 
 @contextmanager
 def undo_forward_effects(run: Run) -> Iterator[None]:
-    """Undo at the end what a forward in this context logs, adds to metrics and changes in the task's modules.
-
-    It restores buffers, and attributes that are plain data or tensors: collections are replaced by copies meanwhile.
-    """
-    restore, modules = make_restore_point(run), [vars(module) for module in run.task.modules()]
-    kept = [_find_plain(attributes) for attributes in modules]
-    for attributes, before in zip(modules, kept, strict=True):
-        attributes |= {name: copy(each) for name, each in before.items() if isinstance(each, (list, dict, set))}
+    """Undo at the end what a forward in this context logs, adds to metrics and changes in buffers."""
+    restore = make_restore_point(run)
     with run.log.discard_logged():
         try:
             yield
         finally:
             restore()
-            for attributes, before in zip(modules, kept, strict=True):
-                for name in _find_plain(attributes).keys() - before.keys():
-                    del attributes[name]
-                attributes |= before
-
-
-def _find_plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes of a module that are plain data or tensors, without those of every `nn.Module`."""
-    return {name: each for name, each in attributes.items() if isinstance(each, _PLAIN) and name not in _INTERNAL}

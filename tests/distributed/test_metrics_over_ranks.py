@@ -595,7 +595,8 @@ def copy_a_metric(folder):
 
 
 def test_copied_metric_is_reduced_over_its_copies(group, tmp_path):
-    assert group(2).run(copy_a_metric, tmp_path) == [{"copy": [0, 2, 10, 1, 11], "own": [0, 2, 1]}] * 2
+    """List states are joined in the order of a single process."""
+    assert group(2).run(copy_a_metric, tmp_path) == [{"copy": [0, 1, 2, 11, 10], "own": [0, 1, 2]}] * 2
 
 
 def compute_within_a_step(folder):

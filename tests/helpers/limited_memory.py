@@ -1,7 +1,5 @@
 """Training with memory for a few samples only."""
 
-from types import SimpleNamespace
-
 import torch
 from torch import nn
 from torchmetrics import MeanSquaredError
@@ -34,14 +32,8 @@ class Cramped(Regression):
     def __init__(self, fits=10**6, where="forward", dropout=0.0, ranks=(0, 1, 2, 3)):
         super().__init__(dropout=dropout, dtype=torch.float64)
         self.net.insert(1, nn.BatchNorm1d(16, dtype=torch.float64)) if where == "norms" else None
-        self.fits, self.where, self.ranks = fits, where, ranks
-        self.seen = SimpleNamespace(sizes=[])  # A repeated forward does not add to a list that the task itself has.
+        self.fits, self.where, self.ranks, self.sizes = fits, where, ranks, []
         self.error = MeanSquaredError()
-
-    @property
-    def sizes(self):
-        """Number of samples of each call of `training_step`, repeated ones included."""
-        return self.seen.sizes
 
     def importance(self, targets):
         """Return the importance of each sample, (samples, 1)."""
