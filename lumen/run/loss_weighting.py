@@ -222,7 +222,8 @@ class LossWeighting:
             TrainingError: `training_step` returned weights on some processes only.
         """
         if self._sums is None:
-            self.total = float((sum if self._exact_rank is None else math.fsum)(self._weights))
+            is_exact = self._exact_rank is not None
+            self.total = math.fsum(self._weights) if is_exact else float(sum(self._weights))
             return self._flags
         (with_weight, without_weight, *rest), self._sums = self._sums(), None
         flags, weights = rest[: len(self._flags)], rest[len(self._flags) :]
