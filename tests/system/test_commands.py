@@ -42,6 +42,7 @@ NOT_RUN = {
     r"mlflow ui .*": "the server of MLflow",
     r"lumen .* --format onnx.*": "the packages onnx and onnxscript",
     r"lumen verify .*": "several minutes: test_verify.py",
+    r"python -m benchmarks .*": "several minutes on an idle machine: test_benchmarks.py",
     r".*lumen completion .*": "shells and shtab: test_completion.py",
     r"python train.py.*|cd runs && .*": "the script of its page: test_command_line_page.py",
     r"(.* )?python sweep.py": "the script of its page: test_sweeps_page.py",
