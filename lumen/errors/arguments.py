@@ -200,11 +200,13 @@ def describe_type(thing: Any) -> str:
 def _describe_expected(hint: Any, found: Any) -> str:
     *names, last = dict.fromkeys(_iterate_type_names(hint))
     expected = f"{', '.join(names)} or {last}" if names else last
-    if inspect.isclass(found):
-        return f"expected {expected}, found the class {found.__name__}. Create an object: {found.__name__}(...)."
-    if isinstance(found, list) and (classes := [each.__name__ for each in found if inspect.isclass(each)]):
-        return f"expected {expected}, found the class {classes[0]} in a list. Create an object: {classes[0]}(...)."
-    known, texts = _list_choices(hint), found if isinstance(found, list | tuple) else [found]
+    texts = found if isinstance(found, list | tuple) else [found]
+    if classes := [each.__name__ for each in texts if inspect.isclass(each)]:
+        where = "" if texts[0] is found else " in a list"
+        takes_text = all(each.endswith(("a string", "None")) for each in (*names, last))
+        advice = f"Write its name: {classes[0]!r}" if takes_text else f"Create an object: {classes[0]}(...)"
+        return f"expected {expected}, found the class {classes[0]}{where}. {advice}."
+    known = _list_choices(hint)
     unknown = (each for each in texts if isinstance(each, str) and each not in known)
     close = [match for each in unknown for match in difflib.get_close_matches(each.lower(), known, n=1)]
     return f"expected {expected}, found {found!r}.{f' Did you mean {close[0]}?' if close else ''}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -58,14 +58,14 @@ class AimLogger(Service):
         experiment: str | None = None,
         run_name: str | None = None,
         run_hash: str | None = None,
-        tags: Sequence[str] = (),
+        tags: list[str] | None = None,
         prefix: str = "",
     ) -> None:
         super().__init__(prefix)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # SQLAlchemy warns about Aim's code.
             self._aim = import_optional("aim", "AimLogger", "aim")
-        self._repo, self._tags = repo, tags
+        self._repo, self._tags = repo, tags or []
         self._experiment, self._run_name, self._run_hash = experiment, run_name, run_hash
 
     def connect(self, directory: Path, kept: str | None) -> str:

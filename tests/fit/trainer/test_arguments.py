@@ -153,6 +153,14 @@ def test_invalid_argument_raises_at_construction(arguments, message):
         lumen.Trainer(**arguments)
 
 
+@pytest.mark.parametrize("option", ["wrap", "activation_checkpointing"])
+def test_fsdp_asks_for_names_of_classes(option):
+    expected = rf"FSDP: {option}: expected a string, a list .*, found the class Linear.*\. Write its name: 'Linear'\."
+    for given in (torch.nn.Linear, [torch.nn.Linear]):
+        with pytest.raises(ConfigError, match=expected):
+            lumen.FSDP(**{option: given})
+
+
 class Home:
     def __fspath__(self):
         return "somewhere"
