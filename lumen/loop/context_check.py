@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
@@ -34,9 +34,9 @@ _Results = tuple[dict[str, torch.Tensor], float, dict[str, float]]
 def check_context(run: Run, micro: MicroBatch, batch: Any) -> None:
     """Compare gradients of a micro-batch whose sequences are cut with gradients of whole sequences. Collective.
 
-    It runs two forwards and two backwards of `training_step` before the first step of a run, with the beginnings of the
-    sequences: a process need not have memory for long ones. It leaves no gradient and no logged value, and warns of
-    logged values that differ.
+    Before the first step of a run, `training_step` computes the beginnings of the sequences in parts and whole, because
+    a process may have too little memory for whole sequences. If the beginnings have no loss, it computes all positions.
+    No gradient and no logged value stays. A logged value that differs is a warning.
 
     Args:
         run: The run that trains.
@@ -100,61 +100,68 @@ def _compute_step(run: Run, micro: MicroBatch, batch: Any, length: int, context:
     assert dim is not None
     size = strategy.data_world_size // count_training_parts(strategy) if context is None else 1
 
-    def take_part(whole: Any) -> Any:
+    def cut_batch(whole: Any) -> Any:
         beginning = shorten_sequences(whole, dim, length)
         return beginning if context is None else cut_sequences(beginning, dim, context)
 
     def gather(value: Any) -> list[Any]:  # Processes with the same whole sequences count once.
         return gather_from_data_ranks(strategy, value)[::size]
 
-    attributes = [each for module in run.task.modules() for each in vars(module).values()]
-    states = GeneratorStates([each for each in attributes if isinstance(each, GENERATORS)])
-    # Autocast to 16 bits would hide a difference in its rounding, but parameters of several dtypes need it.
-    dtypes = {each.dtype for each in run.task.parameters() if each.is_floating_point()}
-    precision = run.precision.forward() if len(dtypes) > 1 else nullcontext()
     with (
         undo_forward_effects(run), _undo_attributes(run.task), strategy.gradient_sync(last=True),
         use_context(context), run.calls.compilation.pause(),
     ):  # fmt: skip
-        logged = run.log.stage
-        with precision:
-            arguments = run.calls.get_arguments("training_step", take_part(batch), micro.index, micro.loader)
-            loss, weight = read_output(strategy.call("training_step", *arguments))
-        if run.step.weighting.is_set_by_task:
-            weight = float(run.task.batch_weight(take_part(micro.batch)))
-        weight = 1.0 if weight is None else weight
-        if micro.is_dummy:
-            logged, weight = run.log.make_metrics(), 0.0
-        if loss is None:
-            loss, weight = strategy.make_zero_loss(), 0.0
-        if loss is None:
-            raise make_no_forward_error(run)
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        logged = run.log.make_metrics() if micro.is_dummy else run.log.stage
+        weight = _accumulate_gradient(run, micro, batch, cut_batch)
         assert logged is not None
         values = {name: float(value) for name, value in logged.compute_step_values(gather=gather).items()}
         values |= logged.compute_epoch_values(run.task, gather)
-    states.restore()
     strategy.after_backward()
     (total,) = run.processes.all_reduce_sum([weight])
+    return _take_gradients(run.task, total or 1.0), total, values
+
+
+def _accumulate_gradient(run: Run, micro: MicroBatch, batch: Any, cut_batch: Callable[[Any], Any]) -> float:
+    """Run forward and backward of a micro-batch. Return its weight: 0.0 for a dummy, and without a loss."""
+    # Autocast to 16 bits would hide a difference in its rounding, but parameters of several dtypes need it.
+    dtypes = {each.dtype for each in run.task.parameters() if each.is_floating_point()}
+    with run.precision.forward() if len(dtypes) > 1 else nullcontext():
+        arguments = run.calls.get_arguments("training_step", cut_batch(batch), micro.index, micro.loader)
+        loss, weight = read_output(run.strategy.call("training_step", *arguments))
+    if run.step.weighting.is_set_by_task:
+        weight = float(run.task.batch_weight(cut_batch(micro.batch)))
+    weight = 1.0 if weight is None else weight
+    if micro.is_dummy or loss is None:
+        weight = 0.0
+    loss = run.strategy.make_zero_loss() if loss is None else loss
+    if loss is None:
+        raise make_no_forward_error(run)
+    (loss * weight).backward()  # type: ignore[no-untyped-call]
+    return weight
+
+
+def _take_gradients(task: torch.nn.Module, total: float) -> dict[str, torch.Tensor]:
+    """Remove the gradients of this process's shards, and return them by name, divided by the sum of weights."""
     gradients = {}
-    for name, parameter in run.task.named_parameters():
+    for name, parameter in task.named_parameters():
         if parameter.requires_grad:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name] = get_local_tensor(gradient.detach()) / (total or 1.0)
+            gradients[name] = get_local_tensor(gradient.detach()) / total
             parameter.grad = None
-    return gradients, total, values
+    return gradients
 
 
 @contextmanager
 def _undo_attributes(task: torch.nn.Module) -> Iterator[None]:
-    """Restore attributes of the task's modules at the end: plain data and tensors.
+    """Restore attributes of the task's modules at the end: plain data, tensors and generators of random numbers.
 
-    Collections are replaced by copies in this context.
+    Collections and tensors are replaced by copies in this context.
     """
     modules = [vars(module) for module in task.modules()]
+    states = GeneratorStates([each for module in modules for each in module.values() if isinstance(each, GENERATORS)])
     kept = [_find_plain(attributes) for attributes in modules]
     for attributes, before in zip(modules, kept, strict=True):
-        attributes |= {name: copy(each) for name, each in before.items() if isinstance(each, (list, dict, set))}
+        attributes |= {name: _copy_plain(each) for name, each in before.items()}
     try:
         yield
     finally:
@@ -162,6 +169,14 @@ def _undo_attributes(task: torch.nn.Module) -> Iterator[None]:
             for name in _find_plain(attributes).keys() - before.keys():
                 del attributes[name]
             attributes |= before
+        states.restore()
+
+
+def _copy_plain(value: Any) -> Any:
+    """Copy a collection or a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return copy(value)
 
 
 def _find_plain(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -92,12 +92,12 @@ class Mesh(FSDP):
 
     @property
     def data_rank(self) -> int:
-        """Number of the part of every step's data that this process reads; equal in a `tensor` group."""
+        """Number of this process among those that read data; equal in a `tensor` group."""
         return self.processes.rank // self._sizes[2]
 
     @property
     def data_world_size(self) -> int:
-        """Number of parts into which every step's data is divided: `replicate * shard`."""
+        """Number of processes that read data: `replicate * shard * context`."""
         return self.processes.world_size // self._sizes[2]
 
     def _choose_mesh(self) -> dict[str, int]:

@@ -296,6 +296,18 @@ def test_sequences_of_wrong_length_are_refused(group, tmp_path):
     group(2).run(refuse, tmp_path, Model(), uneven, "found the lengths 8, 9")
 
 
+def refuse_later(folder):
+    task, loader = Model(), make_loader(shuffle=True)
+    bare_trainer(folder, max_steps=1, strategy=lumen.Mesh()).fit(task, loader)
+    with pytest.raises(ConfigError, match="already sharded, by a strategy with different options"):
+        bare_trainer(folder, max_steps=1, strategy=lumen.Mesh(context=2)).fit(task, loader)
+
+
+def test_context_of_a_sharded_task_is_refused(group, tmp_path):
+    """Its dropout is not cut."""
+    group(2).run(refuse_later, tmp_path)
+
+
 class Skipping(Model):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch) if batch_idx else None
