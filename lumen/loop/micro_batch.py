@@ -133,8 +133,9 @@ def run_backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: Los
     """
     if not loss.requires_grad:
         raise make_no_gradient_error(run.task)
-    if weighting.needs_guess:
-        # This process has no weight yet, but the first guess is a collective that all processes must call.
+    if weighting.needs_guess and (micro.last or not run.plan.halve_on_oom):
+        # This process has no weight yet, but the first guess is a collective that all processes must call. With
+        # `halve_on_oom` each process calls it once, because the processes run different numbers of backwards.
         weighting.set_first_guess(None)
     if micro.last:
         # The sum of weights and three flags travel while the device computes the backward: a hook ends the epoch, the

@@ -48,6 +48,27 @@ def test_a_gradient_scaler_sees_the_same_step(group, tmp_path):
         assert fits == 2
 
 
+class Late(Weighed):
+    """Task without a loss of its first batch."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch) if batch_idx else None
+
+
+def train_late(folder):
+    task = Late(3, "backward", ranks=(1,)).float()
+    trainer = bare_trainer(folder, max_steps=3, global_batch_size=8, halve_on_oom=True, precision="fp16")
+    trainer.fit(task, loader(50, 8))
+    return trainer.global_step, weights(task)
+
+
+def test_first_guess_waits_for_a_late_loss(group, tmp_path):
+    """The first process runs more backwards of zeros than the second."""
+    (steps, first), (_, second) = group(2).run(train_late, tmp_path)
+    assert steps == 3
+    assert torch.equal(first, second)
+
+
 def test_halving_is_exact_while_memory_suffices(group, tmp_path):
     without, flagged = (group(2).run(train, tmp_path, "plain", fits, "forward") for fits in (10**6, 99))
     for (expected, *_), (found, *_) in zip(without, flagged, strict=True):
