@@ -115,7 +115,7 @@ def check_no_buffer_writes(run: Run, before: dict[str, tuple[int, int]]) -> None
     Raises:
         ConfigError: `training_step` has written a buffer that checkpoints contain.
     """
-    if written := [name for name, writes in list_buffer_writes(run).items() if writes != before[name]]:
+    if written := [name for name, writes in list_buffer_writes(run).items() if writes != before.get(name)]:
         raise make_exact_error(
             f"the buffer {written[0]}, which training_step writes from the batches of a process. Use a layer without "
             "running statistics, such as GroupNorm or LayerNorm, call its eval() in __init__"

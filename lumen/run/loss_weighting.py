@@ -35,7 +35,7 @@ class LossWeighting:
 
     Args:
         is_set_by_task: True if the task has `batch_weight`; see the attribute.
-        data_world_size: Number of data ranks, over which gradients are averaged.
+        data_world_size: Number of data ranks, over which gradients are averaged unless `exact_rank` is given.
         processes_per_data_rank: Number of processes of each data rank, which compute the same micro-batches.
         context_size: Number of data ranks that share the samples of a micro-batch, each with a part of the sequences.
         uses_scaler: True under a gradient scaler. Then gradients are multiplied by the number of processes, instead of
@@ -54,7 +54,7 @@ class LossWeighting:
         planned: The sum of weights that the losses of the step are divided by: the true sum, or a guess.
         losses: Detached contributions of this process's micro-batches to the step's loss; None if no callback reads it.
         needs_guess: True if `set_first_guess` must make the guess from the first weight.
-        total: The sum of the weights of this process; after `finish_sum` the sum over all data ranks.
+        total: The sum of the weights over all data ranks, after `finish_sum`; 0.0 before.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LossWeighting:
         # DDP and FSDP average gradients over the processes, but a step needs their sum. Multiplying the loss by the
         # number of processes costs nothing. Under fp16 a loss so enlarged could overflow, so the gradients are
         # multiplied instead.
-        averaged = data_world_size if exact_rank is None else 1
+        self._averaged = averaged = data_world_size if exact_rank is None else 1
         self._loss_multiplier, self._gradient_multiplier = (1, averaged) if uses_scaler else (averaged, 1)
         self._exact_rank = exact_rank
         self._guesses_first = uses_scaler or (exact_rank is None and data_world_size == 1)
@@ -89,17 +89,15 @@ class LossWeighting:
 
         Args:
             planned: The sum of the weights that are known before the forward, over all processes.
-            micro_batches: Number of micro-batches of all data ranks. If there is one, on a single data rank, its factor
-                is exactly 1.
+            micro_batches: Number of micro-batches of all data ranks. If there is one, and gradients are not averaged,
+                its factor is exactly 1.
             guess: A guess of the sum if it is unknown: a power of two, so that multiplying by it does not round; 0 if
                 there is no guess yet.
         """
         self.total, self.planned = 0.0, planned
         self.losses = None if self.losses is None else []
         self._weights: list[float] = []  # of this process's micro-batches
-        self._is_single_micro_batch = micro_batches == 1 and (
-            self._data_world_size == 1 or self._exact_rank is not None
-        )
+        self._is_single_micro_batch = micro_batches == 1 and self._averaged == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
         # Only fp16 needs a guess of the right magnitude, to keep gradients in its range. In other precisions 1.0 is as
         # good. There a single process makes the guess, because that is free; several processes skip its collective.
@@ -265,8 +263,8 @@ class LossWeighting:
         values = reduce(self.spread(losses, self._micro_batches))
         total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
         # The loss on each process has the factor that its gradient has, so it needs the same average and correction.
-        averaged = self._processes_per_data_rank * (self._data_world_size if self._exact_rank is None else 1)
-        return torch.tensor(total / averaged * self.correction, dtype=torch.float64)
+        total /= self._processes_per_data_rank * self._averaged
+        return torch.tensor(total * self.correction, dtype=torch.float64)
 
     @property
     def next_guess(self) -> float:

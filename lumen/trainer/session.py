@@ -55,7 +55,7 @@ from lumen.run.anomalies import OperationFinder
 from lumen.run.error_notes import note_place
 from lumen.run.goodput import Goodput
 from lumen.run.run import Run
-from lumen.strategies import check_data_ranks
+from lumen.strategies import check_data_ranks, set_reduction
 from lumen.strategies.factory import describe_unused_devices
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import (
@@ -269,6 +269,7 @@ def connect_processes(session: Session) -> Iterator[None]:
     trainer = session.trainer
     strategy, processes = trainer.strategy, trainer.processes
     with processes.explain_lost_ranks():
+        set_reduction(strategy, trainer.reduction)  # another trainer may have used the strategy since
         strategy.connect()
         check_data_ranks(strategy)
         if strategy.device.type == "cuda":

@@ -235,7 +235,7 @@ class Trainer(RunView):
         gradient_clip_val = gradient_clip_val or None
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
         set_reduction(self.strategy, reduction)
-        self.precision = precision
+        self.reduction, self.precision = reduction, precision
         make_precision(precision).check(self.strategy.device, self.strategy.parameter_device)
         self.matmul_precision, self.benchmark = matmul_precision, benchmark
         self.compilation = Compilation(compile)

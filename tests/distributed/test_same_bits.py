@@ -92,11 +92,11 @@ def test_long_exact_runs_are_bitwise_identical(group, tmp_path, single_long, lay
         assert found == single_long
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_exact_runs_allow_unused_parameters(group, tmp_path, processes):
+@pytest.mark.parametrize(("processes", "strategy"), [(2, "ddp_unused"), (3, "ddp_unused"), (2, "ddp_views")])
+def test_exact_runs_allow_unused_parameters(group, tmp_path, processes, strategy):
     """Some micro-batches have no loss, or do not use a block that an earlier micro-batch of the step has used."""
     expected = train(tmp_path / "single", "single", **SKIPS)
-    assert group(processes).run(train, tmp_path / "several", "ddp_unused", **SKIPS)[0] == expected
+    assert group(processes).run(train, tmp_path / "several", strategy, **SKIPS)[0] == expected
 
 
 def train_in_wrong_order(folder, how):
@@ -279,6 +279,15 @@ def test_exact_reduction_refuses_inexact_parts(tmp_path, name):
         options = options | {"strategy": lumen.FSDP(**strategy)}
     with pytest.raises(ConfigError, match=rf"(?s)reduction: exact does not support .*{message}"):
         bare_trainer(tmp_path, max_steps=1, reduction="exact", **options).fit(make_task(), make_loaders()[0])
+
+
+def test_trainers_with_one_strategy_keep_their_reduction(tmp_path):
+    strategy = lumen.DDP()
+    exact, plain = (bare_trainer(tmp_path, max_steps=1, strategy=strategy, reduction=each) for each in ("exact", None))
+    with pytest.raises(ConfigError, match="reduction: exact does not support the buffer norm"):
+        exact.fit(Normed(), make_loaders()[0])
+    plain.fit(Normed(), make_loaders()[0])
+    assert plain.global_step == 1
 
 
 def refuse_on_two(folder):

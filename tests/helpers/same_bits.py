@@ -65,6 +65,8 @@ class Model(lumen.TaskModule):
         self.head.weight = self.tokens.weight
         self.zero = nn.Parameter(torch.ones(5))
         self.weights, self.momentum, self.skips = weights, momentum, skips
+        if skips:
+            self.conv = nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last)
         if weights == "known":
             self.batch_weight = lambda batch: float((batch[1] > 5).sum()) * 0.1
 
@@ -72,6 +74,7 @@ class Model(lumen.TaskModule):
         x = self.blocks[0](self.tokens(ids))
         if not (self.skips and self.training and ids[0, 0] % 3):
             x = self.blocks[1](x)
+            x = x + self.conv(x.unflatten(-1, (2, -1)).transpose(1, 2)).mean() if self.skips else x
         return self.head(x)
 
     def training_step(self, batch):
@@ -100,6 +103,7 @@ def make_strategy(name):
     """Return the strategy with a short name."""
     return {
         "ddp_unused": lambda: lumen.DDP(find_unused_parameters=True, bucket_cap_mb=0.01),
+        "ddp_views": lambda: lumen.DDP(find_unused_parameters=True, gradient_as_bucket_view=True),
         "hybrid": lambda: lumen.FSDP(sharding_strategy="hybrid_shard", shard_size=2),
         "shard_grad_op": lambda: lumen.FSDP(sharding_strategy="shard_grad_op"),
         "mesh": lambda: lumen.Mesh(replicate=2, shard=2),
