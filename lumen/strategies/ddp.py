@@ -257,6 +257,8 @@ class DDP(Strategy):
             self._ddp.require_backward_grad_sync, self._is_reduction_deferred, self._has_started = True, False, True
             self.make_zero_loss().backward()  # type: ignore[no-untyped-call]
         self._check_all_used()
+        if self._sums is not None:
+            self._sums.write_missing()
 
     def _check_all_used(self) -> None:
         """Refuse parameters that the last backward with communication left without a gradient."""
@@ -334,7 +336,7 @@ class DDP(Strategy):
     def teardown(self) -> None:
         """Remove the wrapper; the task stays on the device."""
         self._unwrap_task()
-        self._parameters, self._frozen, self._buffers = [], [], []
+        self._parameters, self._frozen, self._buffers, self._sums = [], [], [], None
         if self._additions is not None:
             self._additions.close()
             self._additions = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -96,7 +96,7 @@ class FSDP(Strategy):
     def __init__(
         self,
         *,
-        wrap: str | Sequence[str] | None = None,
+        wrap: str | list[str] | None = None,
         wrap_if: Callable[[str, nn.Module], bool] | None = None,
         wrap_min_parameters: int | None = None,
         sharding_strategy: _Kind = "full_shard",
@@ -107,7 +107,7 @@ class FSDP(Strategy):
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         output_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         buffer_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
-        activation_checkpointing: str | Sequence[str] | None = None,
+        activation_checkpointing: str | list[str] | None = None,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         reduce_every_backward: bool = False,
@@ -234,7 +234,7 @@ class FSDP(Strategy):
         self._task = task
         options = (
             self.device_mesh, self._wrap, self._reshard, self._offload, self._policy, self._output_dtype,
-            self._buffer_dtype, self._checkpointed, self.is_exact,
+            self._buffer_dtype, self._checkpointed, self.is_exact, self.context and self.context.size,
         )  # fmt: skip
         earlier, sharded = vars(task).get("_sharded", (None, None))
         if sharded is None:
@@ -247,7 +247,7 @@ class FSDP(Strategy):
             )
         else:
             sharded.clear_step()
-        self._sharded, self._additions = sharded, AdditionMonitor()
+        self._sharded, self._additions, self._has_zero_loss = sharded, AdditionMonitor(), False
         self._sums = OrderedSum(self.processes) if self.is_exact and self.processes.world_size > 1 else None
         if self._sums is not None:
             sharded.sum_in_order(self._sums, self.device_mesh.size() // self.device_mesh.size(-1), self.processes.rank)
@@ -319,8 +319,10 @@ class FSDP(Strategy):
     @contextmanager
     def gradient_sync(self, *, last: bool) -> Iterator[None]:
         """Communicate gradients in the last backward only, unless `reduce_every_backward`."""
-        keep = not last and self._reshard is False
-        self._sharded.begin_micro_batch(sync=last or self._reduce_every_backward or self._sums is not None, keep=keep)
+        sync, is_exact = last or self._reduce_every_backward, self._sums is not None
+        self._sharded.begin_micro_batch(
+            sync=sync or is_exact, sync_replicas=last if is_exact else sync, keep=not last and self._reshard is False
+        )
         if self._sums is not None:
             self._sums.begin_micro_batch(last=last)
         try:
@@ -405,7 +407,7 @@ class FSDP(Strategy):
             self._additions = None
 
 
-def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+def _as_names(names: str | list[str] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 

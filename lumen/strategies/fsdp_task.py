@@ -95,7 +95,7 @@ class ShardedTask:
         self._hooked: set[int] = set()
         reshard = is_manual or reshard  # an optimizer may step before a unit is called again
         self._reshards = reshard
-        self._syncs = True
+        self._syncs = True, True
         self._has_run = False
         offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
         names = {id(module): name for name, module in task.named_modules()}
@@ -295,18 +295,20 @@ class ShardedTask:
             unit.set_force_sum_reduction_for_comms(enable=True)  # a factor in the communication needs NCCL
             unit.set_custom_reduce_scatter(OrderedScatter(sums, replicas, rank))
 
-    def begin_micro_batch(self, *, sync: bool, keep: bool) -> None:
+    def begin_micro_batch(self, *, sync: bool, sync_replicas: bool, keep: bool) -> None:
         """Prepare for a micro-batch.
 
         Args:
             sync: True if the backward sums the gradients over the processes.
+            sync_replicas: True if it also sums the shards of replicas.
             keep: True if parameters stay gathered after the forward.
         """
         for unit in self.units:
-            if sync != self._syncs:
+            if (sync, sync_replicas) != self._syncs:
                 unit.set_requires_gradient_sync(sync, recurse=False)
+                unit.set_requires_all_reduce(sync_replicas, recurse=False)
             unit.set_reshard_after_backward(not keep, recurse=False)
-        self._syncs = sync
+        self._syncs = sync, sync_replicas
 
     def refresh_units(self) -> None:
         """Set up the units again if parameters were frozen or unfrozen. Collective in that case."""
@@ -351,7 +353,9 @@ class ShardedTask:
         self.clear_step()
 
     def clear_step(self) -> None:
-        """Drop the state that an interrupted step has left."""
+        """Drop the state that an interrupted step or evaluation has left."""
+        self.arrived.clear()
+        self._versions.clear()
         if self._has_run:
             for root in self._roots:
                 reset_iteration(root)

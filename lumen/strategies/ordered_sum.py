@@ -36,12 +36,14 @@ class OrderedSum:
         self._received: dict[int, torch.Tensor] = {}  # memory for the parts of each bucket
         self._added: set[Any] = set()
         self._used: set[Any] = set()
-        self._waiting: list[tuple[torch.Tensor, Any, Any, torch.futures.Future[torch.Tensor]]] = []
+        self._places: dict[Any, tuple[torch.Tensor, int]] = {}  # of used parameters in buckets
+        self._waiting: list[tuple[Any, torch.Tensor, Any, torch.futures.Future[torch.Tensor]]] = []
 
     def begin_step(self) -> None:
         """Drop the sums of the step before."""
         self._sums.clear()
         self._used.clear()
+        self._places.clear()
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Prepare for a forward and a backward."""
@@ -53,6 +55,14 @@ class OrderedSum:
         """Note that some process has used a parameter in this step, so that it gets a gradient in any case."""
         self._used.add(parameter)
 
+    def write_missing(self) -> None:
+        """Write the sums of parameters that some process has used in the step, but none in its last micro-batch."""
+        for parameter, (flat, offset) in self._places.items():
+            if parameter.grad is None:  # torch's wrapper writes the gradients of all other parameters
+                gradient = torch.empty_like(parameter)
+                parameter.grad = gradient.copy_(flat.as_strided(gradient.shape, gradient.stride(), offset))
+        self._places.clear()
+
     def send(
         self, flat: torch.Tensor, sizes: Sequence[int], memory: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
@@ -61,19 +71,18 @@ class OrderedSum:
         Args:
             flat: The parts in the order of ranks, one after the other.
             sizes: Number of elements of each part.
-            memory: A tensor for the received parts, if its size is right; else new memory is used.
+            memory: A tensor for the received parts, if its size and dtype are right; else new memory is used.
 
         Returns:
             The parts that this process receives, of shape (processes, size), and the work to wait for.
         """
         own = sizes[self._processes.rank]
-        is_right = memory is not None and memory.shape == (len(sizes), own)
-        received = memory if memory is not None and is_right else flat.new_empty(len(sizes), own)
+        if memory is None or memory.shape != (len(sizes), own) or memory.dtype != flat.dtype:
+            memory = flat.new_empty(len(sizes), own)
         work = dist.all_to_all_single(
-            received.view(-1), flat, [own] * len(sizes), list(sizes), group=self._processes.gradient_group,
-            async_op=True,
-        )  # fmt: skip
-        return received, work
+            memory.view(-1), flat, [own] * len(sizes), list(sizes), group=self._processes.gradient_group, async_op=True
+        )
+        return memory, work
 
     def add(self, key: Any, received: torch.Tensor, work: Any) -> torch.Tensor:
         """Wait for the parts, add them in the order of ranks to the sum of `key`, and return the sum.
@@ -88,12 +97,13 @@ class OrderedSum:
             )
         self._added.add(key)
         work.wait()
-        total = self._sums.get(key)
+        total = self._sums.pop(key, None)
         if total is None:
-            total = self._sums[key] = received[0] + 0.0  # so that no sum is -0.0
-            received = received[1:]
+            total, received = received[0] + 0.0, received[1:]  # so that no sum is -0.0
         for part in received:
             total.add_(part)
+        if not self.is_last:
+            self._sums[key] = total
         return total
 
     def sum_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -105,20 +115,25 @@ class OrderedSum:
         flat = bucket.buffer()
         devices = [flat.device] if flat.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        places = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
         memory, sizes = self._received.get(bucket.index()), _cut(flat.numel(), self._processes.world_size)
         self._received[bucket.index()], work = self.send(flat, sizes, memory)
-        self._waiting.append((flat, places, work, future))
-        for key, (result, views, work, done) in enumerate(self._waiting if bucket.is_last() else ()):
-            total = self.add(key, self._received[key], work)
-            if self.is_last:
-                self._gather(total, result)
-            for parameter, view in views if self.is_last and self._used else ():
-                if parameter.grad is None and parameter in self._used:
-                    # The wrapper writes to this gradient, unless no process uses the parameter in this micro-batch.
-                    parameter.grad = result.as_strided(view.shape, view.stride(), view.storage_offset()).clone()
-            done.set_result(result)
+        if self.is_last and self._used:
+            for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if parameter in self._used:
+                    self._places[parameter] = flat, part.storage_offset()
+        self._waiting.append((flat, self._received[bucket.index()], work, future))
+        if bucket.is_last():
+            self._finish_buckets()
         return future
+
+    def _finish_buckets(self) -> None:
+        """Add the parts of all buckets, in the order of buckets."""
+        for number, (flat, received, work, future) in enumerate(self._waiting):
+            total = self.add(number, received, work)
+            if self.is_last:
+                self._gather(total, flat)
+            future.set_result(flat)
+        self._waiting.clear()
 
     def _gather(self, total: torch.Tensor, flat: torch.Tensor) -> None:
         """Write the sums of all processes to `flat`. Collective: every rank must call this."""

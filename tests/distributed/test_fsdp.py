@@ -106,6 +106,31 @@ def list_units(task):
 BLOCKS = ["net.blocks.0", "net.blocks.1", "net.blocks.2"]
 
 
+class Failing(Deep):
+    fails = True
+
+    def validation_step(self, batch):
+        super().validation_step(batch)
+        if self.fails:
+            raise RuntimeError("the disk is full")
+
+
+def freeze_after_failure(folder):
+    task, data = Failing(), make_data()
+    options = {"max_steps": 1, "strategy": lumen.FSDP(unshard_in_evaluation=True)}
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        bare_trainer(folder, **options).fit(task, data, data)
+    task.net.first.requires_grad_(False)
+    task.fails = False
+    trainer = bare_trainer(folder, **options)
+    trainer.fit(task, data, data)
+    return trainer.global_step
+
+
+def test_layers_are_frozen_after_a_failed_evaluation(group, tmp_path):
+    assert group(2).run(freeze_after_failure, tmp_path) == [1, 1]
+
+
 class CallsAPart(Deep):
     """Task that calls a part of its network before any step has called the whole network."""
 
