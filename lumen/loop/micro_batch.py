@@ -72,7 +72,7 @@ def accumulate_gradient(
     hooks, precision, strategy = run.hooks, run.precision, run.strategy
     output = loss = weighted_loss = None
     # All but the last backward of a step only add to the gradients of this process (`no_sync` of DDP), because an
-    # average over the processes takes time.
+    # average over the processes takes time. With `reduction: exact`, each backward communicates.
     with strategy.gradient_sync(last=micro.last):
         if not micro.is_dummy:
             # A task written for a plain loop may call backward in `training_step`, which would count the gradient

@@ -60,7 +60,8 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     run.step.begin_step(window)
     # The step's gradient is sum(weight * gradient) / sum(weight), over the micro-batches of all processes. A weight is
     # a number of samples, or of tokens if the task counts tokens. Each loss is multiplied by weight / sum(weight), and
-    # by the number of processes, because DDP and FSDP average the gradients of the processes.
+    # by the number of processes, because DDP and FSDP average the gradients of the processes. With `reduction: exact`
+    # they sum the gradients.
     micro_batches = begin_weighting(run, window)
     # LBFGS computes loss and gradient several times within `optimizer.step`. The closure keeps the batches for this.
     closure = Closure(run, weighting) if run.optim.needs_closure else None

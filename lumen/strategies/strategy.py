@@ -136,7 +136,10 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
 
     @abstractmethod
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for a micro-batch's forward and backward; ranks communicate gradients only in the last."""
+        """Return a context for a micro-batch's forward and backward.
+
+        Ranks communicate gradients only in the last backward of a step; with exact sums in each.
+        """
 
     def make_zero_loss(self) -> torch.Tensor | None:
         """Return a loss of 0 whose backward takes part in the gradient collectives of the other ranks.
