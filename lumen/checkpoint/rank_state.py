@@ -104,7 +104,7 @@ def _merge_ranks(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any],
         for name, entry in values["logged"].items():
             logged.setdefault(name, []).append(entry)
     return {
-        "logged": {name: entries[0] | {"epoch": _sum_entries(entries)} for name, entries in logged.items()},
+        "logged": {name: _merge_entries(entries) for name, entries in logged.items()},
         "torchmetrics": {
             name: merge_states(metrics[name], [values["torchmetrics"][name] for values in ranks])
             for name in ranks[0]["torchmetrics"]
@@ -114,6 +114,11 @@ def _merge_ranks(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any],
     }
 
 
-def _sum_entries(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    epochs = [Accumulator.from_state(entry["epoch"], torch.device("cpu")) for entry in entries]
-    return Accumulator.from_ranks(epochs[0].reduction, [epoch.get_sums() for epoch in epochs]).state_dict()
+def _merge_entries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge what ranks know of one logged name; a rank without values in this epoch has those of earlier epochs."""
+    of_epoch = [entry for entry in entries if "epoch" in entry]
+    if not of_epoch:
+        return entries[0]
+    epochs = [Accumulator.from_state(entry["epoch"], torch.device("cpu")) for entry in of_epoch]
+    total = Accumulator.from_ranks(epochs[0].reduction, [epoch.get_sums() for epoch in epochs])
+    return of_epoch[0] | {"epoch": total.state_dict()}
