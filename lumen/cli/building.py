@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
+from zlib import crc32
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -28,24 +29,28 @@ from lumen.task.hyperparameters import HyperparametersMixin
 from lumen.task.task_module import TaskModule
 
 
-def choose_seed(config: Namespace, checkpoint: Any, name: str) -> int:
+def choose_seed(config: Namespace, checkpoint: Any, name: str, launcher: str | None) -> int:
     """Return the seed in the settings, else the seed of the checkpoint to resume from, else a new one.
+
+    A restarted program gets the seed of its first attempt, whose checkpoint it resumes.
 
     Args:
         config: The settings of the command.
         checkpoint: The checkpoint from which the settings resume.
         name: The name of the run.
+        launcher: Identifier of the program that may restart this process; None without restarts.
     """
     if config.seed_everything not in (None, True, False) or type(config.seed_everything) is int:
         return check_seed("seed_everything", config.seed_everything)
     home = expand_path(config.trainer.default_root_dir) / name
     folder, *other_folders = _list_folders(config.trainer.callbacks, home) or [locate_folder(home, None)]
     resumes_progress = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
+    drawn = draw_seed() if launcher is None else crc32(launcher.encode()) % 2**31
     if not resumes_progress or is_weights(checkpoint):
-        return draw_seed()
+        return drawn
     # The run verifies the other sections.
     found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), other_folders=other_folders)
-    return int(found.state["seed"]) if found else draw_seed()
+    return int(found.state["seed"]) if found else drawn
 
 
 def _list_folders(callbacks: Any, home: Path) -> list[PurePath]:

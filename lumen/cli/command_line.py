@@ -364,7 +364,7 @@ class CLI(LightningAttributeErrors):
             processes.connect(choose_device(config.trainer.accelerator, processes))
         checkpoint = config.get("ckpt_path") if self.subcommand not in ("fit", None) else config.trainer.resume
         name = config.trainer.name or self._get_model_class(config).rpartition(".")[2].lower()
-        choose = partial(choose_seed, config, checkpoint, name)
+        choose = partial(choose_seed, config, checkpoint, name, processes.launcher)
         seed = config.seed_everything = choose() if processes.must_be_started else processes.run_on_rank_zero(choose)
         seed_for_building(seed)
         self.instantiate_classes()

@@ -201,7 +201,8 @@ def _report_failures(
     if rank == 0 and code > 0:
         return code, None
     exit_text = describe_exit(code)
-    lines = [line for path in folder.rglob(f"{rank}/std*.log") for line in path.read_text().splitlines()[-_TAIL_LINES:]]
+    texts = [path.read_text(errors="replace") for path in folder.rglob(f"{rank}/std*.log")]
+    lines = [line for text in texts for line in text.splitlines()[-_TAIL_LINES:]]
     output = "\n".join([f"rank {rank} {exit_text}; the output of the ranks above 0 is in {folder}", *lines])
     hint = " If nobody sent the signal, the system may have run out of memory." if code == -signal.SIGKILL else ""
     return code if code > 0 else 128 - code, f"{output}\nerror: rank {rank} {exit_text}.{hint}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -154,7 +155,10 @@ def make_failure(failures: Mapping[int, ProcessFailure], notes: Path) -> Failure
 
 def describe_exit(code: int) -> str:
     """Describe the end of a process that left no report."""
-    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}  # signals of real time have no names
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def _is_same_failure(before: Failure, now: Failure) -> bool:
@@ -174,7 +178,7 @@ def _read_notes(folder: Path, rank: int = 0) -> tuple[tuple[str | None, int], in
     try:
         began = json.loads((folder / "began").read_text())
         return (began["directory"], began["step"]), _STEP.unpack((folder / f"step-{rank}").read_bytes())[0]
-    except OSError:
+    except (OSError, ValueError, struct.error):  # also if the process was killed while it wrote them
         return (None, -1), -1
 
 

@@ -107,6 +107,11 @@ class RunOrigin:
         return self.restarted or self._resume in ("auto", "last")
 
     @property
+    def continues_run(self) -> bool:
+        """True if the run continues the run of its checkpoint; known after `find_checkpoint`."""
+        return self._resumes_attempt or self._resume in ("auto", "last")
+
+    @property
     def parts(self) -> frozenset[Part]:
         """Parts of the checkpoint that the run takes over."""
         return PARTS if self._resumes_attempt else self._parts
@@ -297,9 +302,9 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     origin = trainer.origin
     if checkpoint is not None:
         restore_run(
-            run, checkpoint, parts=origin.parts, continue_records=origin.keeps_directory and trainer.is_global_zero
+            run, checkpoint, parts=origin.parts, continue_records=origin.continues_run and trainer.is_global_zero
         )
-        if not origin.keeps_directory:  # a new run may continue after a callback ended the old run
+        if not origin.continues_run:  # a new run may continue after a callback ended the old run
             run.ending.request_stop(value=False)
     open_loaders(run)
     if run.plan.has_accumulation:

@@ -136,7 +136,7 @@ class Session:
         check_hooks(task, self.datamodule, [])
         self.replaced = join_callbacks(trainer, self.stage, task)
         check_hooks(task, self.datamodule, trainer.callbacks)
-        trainer.name = type(task).__name__.lower() if trainer.name is None else trainer.name
+        trainer.name = trainer.given_name or type(task).__name__.lower()
         trainer._started = False
         if needs_launcher(trainer.processes, trainer.max_restarts if self.trains else 0):
             relaunch(trainer.world_size, trainer.max_restarts)
@@ -210,7 +210,7 @@ def open_run(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_load
 
 def wait_for_turn(session: Session) -> AbstractContextManager[Any]:
     """Wait until no other thread of this process has a run."""
-    return take_process_turn(session.task, session.datamodule, trains=session.trains)
+    return take_process_turn(session.task, session.datamodule, session.trainer.strategy, trains=session.trains)
 
 
 @contextmanager
@@ -288,8 +288,8 @@ def claim_directory(session: Session) -> Iterator[None]:
         with ExitStack() as closing:
             if session.stage != "predict":
                 session.record = processes.run_on_rank_zero(partial(_claim_record, session, closing))
-            if trainer.run_directory is None:
-                trainer._evaluation_directory = session.record
+                if trainer.run_directory is None:
+                    trainer._evaluation_directory = session.record
             yield
         return
     launchers = {each for each in processes.all_gather(processes.launcher) if each is not None}
@@ -297,8 +297,8 @@ def claim_directory(session: Session) -> Iterator[None]:
     savers = trainer.checkpoint_callbacks
 
     def claim() -> tuple[Path | None, bool, list[PurePath]]:
-        origin.check_weights()
         if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
+            origin.check_weights()
             return None, False, []
         root, name = trainer.default_root_dir, str(trainer.name)
         directory = closing.enter_context(
@@ -307,6 +307,7 @@ def claim_directory(session: Session) -> Iterator[None]:
         session.check_home = directory.check_claim
         if not (origin.keeps_directory or directory.restarted):
             closing.callback(_remove_unused_directory, trainer, directory.path)
+            origin.check_weights()
             for given in {each.given_dirpath for each in savers if each.given_dirpath is not None}:
                 choose_folder(directory.path, given)
         folders = [locate_folder(directory.path, each.given_dirpath) for each in savers]
@@ -404,7 +405,7 @@ def make_run(session: Session) -> Iterator[None]:
             trained=None if session.trains else trainer._shown_progress,
             make_saves=partial(
                 CheckpointSaver, check_run_directory=session.check_home, is_enabled=trainer.enable_checkpointing,
-                keeps_directory=origin.keeps_directory,
+                continues_run=origin.continues_run,
                 numerics={name: getattr(trainer, name) for name in _SWITCHES},
             ),
         )  # fmt: skip
@@ -441,7 +442,7 @@ def open_loggers(session: Session) -> Iterator[None]:
 
 
 def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None:
-    checkpoint = session.run.checkpoint if session.trains and session.trainer.origin.keeps_directory else None
+    checkpoint = session.run.checkpoint if session.trains and session.trainer.origin.continues_run else None
     known = () if checkpoint is None else checkpoint.state["loggers"]
     for logger in session.loggers:  # Without a state the length of its record is unknown.
         logger.note_state(has_ended=False)

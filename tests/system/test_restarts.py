@@ -29,6 +29,8 @@ class Task(Regression):
             raise KeyError(f"what the user did in process {os.getpid()}")
         if MODE == "in vain" and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        if MODE == "once" and LIFE == 0 and step == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
         if MODE == "config" and step == 3:
             raise ConfigError("it cannot work")
         if MODE == "stopped" and step == 3 and not os.path.exists("asked"):
@@ -46,7 +48,7 @@ if MODE == "killed" and LIFE and os.environ["RANK"] == str(DEVICES - 1):
 trainer = lumen.Trainer(
     max_steps=10, devices=DEVICES or None, accelerator="cpu", name="run", seed=5, max_restarts=MAX_RESTARTS,
     global_batch_size=8, callbacks=[lumen.ModelCheckpoint(every_n_train_steps=2)], log_every_n_steps=1,
-    enable_progress_bar=False, enable_model_summary=False,
+    enable_progress_bar=False, enable_model_summary=False, resume=sys.argv[4] if len(sys.argv) > 4 else None,
 )
 trainer.fit(Task(), loader(40, 4))
 """
@@ -82,6 +84,41 @@ def test_killed_ranks_are_restarted_with_exact_losses():
     assert re.findall(RESTARTED, output) == re.findall(RESTARTED, Path("runs/run/run.log").read_text()) == said
     assert Path("runs/run/metrics.csv").read_bytes() == expected
     assert [path.name for path in Path("runs").iterdir()] == ["run"]
+
+
+@pytest.mark.slow
+def test_restart_before_first_checkpoint_repeats_no_row():
+    """The new run is killed before its first checkpoint, and begins again at the checkpoint of the other run."""
+    train_uninterrupted(1)
+    code, output = run("job.py", "once", "1", "1", "undisturbed/run/checkpoints/step-00000008")
+    assert code == 0, output
+    steps = [int(row.partition(",")[0]) for row in Path("runs/run/metrics.csv").read_text().splitlines()[1:]]
+    assert steps == [9, 10]
+
+
+PROGRAM = """
+import os, signal
+import lumen
+from tests.helpers import cli_tasks
+
+class Dying(cli_tasks.Line):
+    def training_step(self, batch):
+        if self.trainer.global_step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch)
+
+lumen.CLI(Dying, cli_tasks.Points)
+"""
+
+
+@pytest.mark.slow
+def test_unseeded_command_is_restarted():
+    Path("train.py").write_text(PROGRAM)
+    saving = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2"]
+    code, output = run("train.py", "fit", "--trainer.max_steps=5", "--trainer.max_restarts=1", *saving)
+    assert code == 0, output
+    assert "resuming from step 2" in output
+    assert "finished: max_steps=5 reached at step 5" in output
 
 
 @pytest.mark.slow

@@ -66,12 +66,12 @@ class CheckpointSaver:
         check_run_directory: Function that raises an error if the run's directory was removed; None: no check on this
             rank.
         is_enabled: The trainer saves checkpoints.
-        keeps_directory: A resumed run keeps the directory of the run that it resumes.
+        continues_run: True if the run continues the run of its checkpoint, in the same directory.
         numerics: Arguments of the trainer that change the computed values; checkpoints record them.
 
     Attributes:
         is_enabled: The trainer saves checkpoints.
-        keeps_directory: A resumed run keeps the directory of the run that it resumes.
+        continues_run: True if the run continues the run of its checkpoint, in the same directory.
         numerics: Arguments of the trainer that change the computed values; checkpoints record them.
         path: Directory of the save in progress, the same on every rank; None if there is no such save or `finish_save`
             ended it.
@@ -85,10 +85,10 @@ class CheckpointSaver:
         *,
         check_run_directory: Callable[[], None] | None,
         is_enabled: bool,
-        keeps_directory: bool,
+        continues_run: bool,
         numerics: Mapping[str, Setting],
     ) -> None:
-        self.is_enabled, self.keeps_directory, self.numerics = is_enabled, keeps_directory, numerics
+        self.is_enabled, self.continues_run, self.numerics = is_enabled, continues_run, numerics
         self.path: PurePath | None = None
         self._check_run_directory = check_run_directory or (lambda: None)
         self.moment: Any = None
@@ -145,7 +145,7 @@ class CheckpointSaver:
     def save_once(self, path: PurePath, info: Mapping[str, Any]) -> None:
         """Save, unless this restarted run already saved this moment at the path. Collective; arguments as in `save`."""
         run = self._run
-        is_restarted = run.checkpoint is not None and self.keeps_directory
+        is_restarted = run.checkpoint is not None and self.continues_run
         if not (is_restarted and self._processes.run_on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
             self.save(path, info)
 

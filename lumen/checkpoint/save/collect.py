@@ -23,7 +23,7 @@ from lumen.console import logger as _log
 from lumen.distributed.dtensor import is_sharded
 from lumen.distributed.process_location import Frame
 from lumen.distributed.processes import Processes
-from lumen.errors import LumenError, NonFiniteLoss
+from lumen.errors import CheckpointError, LumenError, NonFiniteLoss
 from lumen.internals.masking import lacks_object
 from lumen.internals.omegaconf import is_omegaconf
 from lumen.run.run import Run
@@ -263,6 +263,8 @@ def collect_contents(run: Run, info: Mapping[str, Any]) -> CheckpointContents:
     for callback in run.hooks.callbacks:  # path of the weights that validations evaluate
         if kept := callback.evaluated_state_key:
             shown["evaluated"] = f"callbacks.{callback.state_key}.{kept}"
+    if taken := sorted(shown.keys() & info.keys()):
+        raise CheckpointError(f"info has the entry {taken[0]!r}, which Lumen writes. Choose a different name.")
     return CheckpointContents(sections, aliases, state, shown | dict(info), _list_trained_names(run))
 
 
