@@ -68,6 +68,9 @@ _MIN_HELD_S, _MAX_HELD_SHARE = 1.0, 0.1  # a process that a signal holds is late
 _UNMATCHED_AFTER_S = 3.0  # shorter waits are not checked for unmatched collectives
 
 
+_watches: list[_HangWatch] = []  # of the open runs: a run inside a hook of another run comes after it
+
+
 @contextmanager
 def watch_run(run: Run, directory: Path | None) -> Iterator[threading.Event]:
     """Watch a run within the context, and terminate the job if it hangs: if no step and no batch completes in time.
@@ -83,12 +86,14 @@ def watch_run(run: Run, directory: Path | None) -> Iterator[threading.Event]:
     over = threading.Event()
     watch = _HangWatch(run, directory, over, threading.get_ident())
     thread = threading.Thread(target=watch.watch, name="lumen-watch", daemon=True)
+    _watches.append(watch)
     thread.start()
     try:
         yield over
     finally:
         over.set()
         thread.join()
+        _watches.remove(watch)
 
 
 @final
@@ -133,7 +138,7 @@ class _HangWatch:
                 continue
             # limited, so that the time in which this process was suspended does not count
             passed_s = min(passed_s, 2 * period_s)
-            if self._is_prompting:
+            if self._is_prompting or _watches[-1] is not self:  # A run inside a hook has a watch of its own.
                 idle_s, used_share, warned = 0.0, 0.0, False
                 continue
             is_in_step, limit_s = self._get_limit()

@@ -110,7 +110,8 @@ def _describe_software() -> dict[str, Any]:
 
 
 _turn_lock = threading.RLock()
-_open: list[TaskModule] = []  # tasks of the thread's open runs; each later run is inside a hook of the run before
+#: Tasks and strategies of the thread's open runs; each later run is inside a hook of the run before.
+_open: list[tuple[TaskModule, Strategy]] = []
 
 
 def _reset_after_fork() -> None:
@@ -124,7 +125,9 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @contextmanager
-def take_process_turn(task: TaskModule, datamodule: DataModule | None, *, trains: bool) -> Iterator[None]:
+def take_process_turn(
+    task: TaskModule, datamodule: DataModule | None, strategy: Strategy, *, trains: bool
+) -> Iterator[None]:
     """Hold the lock for a run within the context: no other thread of this process can have a run.
 
     Generators, torch's settings and logs belong to the whole process, so two runs at once would not be exact. A run
@@ -133,10 +136,11 @@ def take_process_turn(task: TaskModule, datamodule: DataModule | None, *, trains
     Args:
         task: The task that the run trains or evaluates.
         datamodule: The data module of the run, or None.
+        strategy: The strategy of the run.
         trains: True for a run of `fit`, which needs gradients, even inside a hook of an evaluation.
 
     Raises:
-        ConfigError: The task is already in a run.
+        ConfigError: The task or the strategy is already in a run.
     """
     if not _turn_lock.acquire(blocking=False):
         logger.warning(
@@ -148,10 +152,15 @@ def take_process_turn(task: TaskModule, datamodule: DataModule | None, *, trains
         _turn_lock.acquire()
     with ExitStack() as closing:
         closing.callback(_turn_lock.release)
-        if any(each is task for each in _open):
+        if any(other is task for other, _ in _open):
             raise ConfigError(
                 f"this {type(task).__name__} is in a run of another Trainer. Pass a copy to the inner run: "
                 "copy.deepcopy(task)."
+            )
+        if any(other is strategy for _, other in _open):
+            raise ConfigError(
+                "the strategy is in a run of another Trainer, whose task it holds. Pass a copy to "
+                "the inner Trainer: copy.copy(strategy)."
             )
         attached = None if datamodule is None else datamodule._run
         if _open:
@@ -162,6 +171,6 @@ def take_process_turn(task: TaskModule, datamodule: DataModule | None, *, trains
             closing.enter_context(torch.inference_mode(False))
             closing.enter_context(torch.enable_grad())
             make_trainable(task)
-        _open.append(task)
+        _open.append((task, strategy))
         closing.callback(_open.pop)
         yield

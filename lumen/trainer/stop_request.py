@@ -201,7 +201,11 @@ class _StopHandler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Ask the run to stop; exit the run if it was already asked."""
         vote = self._run.ending.vote
-        if os.getpid() != self._process:  # a forked worker: the main process decides
+        if os.getpid() != self._process:
+            # A forked child: the run decides about requests to stop, but a pool ends its children by SIGTERM.
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if vote.requested_signal is not None and is_same_request(
             vote.requested_signal, number, time.monotonic() - self._first_s

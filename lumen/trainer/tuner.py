@@ -339,7 +339,7 @@ class LearningRateFinder(Callback):
         if stage != "fit":
             return
         self.optimal_lr = self._found = None
-        if trainer.run.checkpoint is not None:
+        if trainer.run.checkpoint is not None and "progress" in trainer.origin.parts:
             return
         self.optimal_lr = Tuner(trainer).lr_find(task, **self._settings)
         rate = self.optimal_lr.suggestion()
@@ -361,7 +361,7 @@ class LearningRateFinder(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Set the saved rate, before optimizers are built."""
-        self._found = checkpoint["found"]
+        self._found = checkpoint.get("found")
         if self._found is not None:
             set_on_owners([task], *self._found)
 
@@ -409,7 +409,7 @@ class BatchSizeFinder(Callback):
         """Search, unless the run resumes from a checkpoint."""
         if stage == "fit":
             self.optimal_batch_size = None
-            if trainer.run.checkpoint is None:
+            if trainer.run.checkpoint is None or "progress" not in trainer.origin.parts:
                 self.optimal_batch_size = Tuner(trainer).scale_batch_size(task, **self._settings)
 
     def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
@@ -418,6 +418,6 @@ class BatchSizeFinder(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Set the saved size, before loaders are created."""
-        self.optimal_batch_size = checkpoint["found"]
+        self.optimal_batch_size = checkpoint.get("found")
         if self.optimal_batch_size is not None:
             set_on_owners([task, trainer.datamodule], self._settings["batch_arg_name"], self.optimal_batch_size)

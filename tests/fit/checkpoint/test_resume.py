@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lumen
-from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.errors import CheckpointError, CheckpointMismatch, ConfigError
 from tests.helpers.resume import Expanded, find_newest, fit_expanded
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
@@ -46,6 +46,36 @@ def test_auto_resume_of_finished_run_trains_nothing(tmp_path, caplog):
     trainer, _ = fit(tmp_path, task, resume="auto", log_level="INFO")
     assert "nothing to do" in (trainer.run_directory / "run.log").read_text()
     assert trainer.global_step == 14
+
+
+class LogsAtTheEnd(Regression):
+    def on_train_epoch_end(self):
+        self.log("ends", 1.0)
+
+
+def test_finished_run_ends_its_epoch_with_logs(tmp_path):
+    for _ in range(2):
+        trainer, _ = fit(tmp_path, LogsAtTheEnd(), max_steps=10, max_epochs=None, resume="auto")
+        assert trainer.callback_metrics["ends"] == 1.0
+
+
+class Other(Regression):
+    pass
+
+
+def test_second_fit_is_named_after_its_task(tmp_path):
+    options = {"log_level": "ERROR", "enable_progress_bar": False}
+    trainer = lumen.Trainer(default_root_dir=tmp_path, max_epochs=1, resume="auto", **options)
+    for kind in (Regression, Other):
+        trainer.fit(kind(), loader())
+        assert trainer.run_directory.name == kind.__name__.lower()
+        assert trainer.global_step == 7
+
+
+def test_own_entries_of_a_checkpoint_are_refused(tmp_path):
+    trainer, _ = fit(tmp_path, max_epochs=1)
+    with pytest.raises(CheckpointError, match="info has the entry 'step', which Lumen writes"):
+        trainer.save_checkpoint(tmp_path / "mine", info={"step": "final"})
 
 
 def test_a_run_stopped_early_is_finished(tmp_path):

@@ -136,6 +136,8 @@ def test_lightning_only_arguments_name_their_replacement(name):
         ({"max_epochs": 1.5}, r"max_epochs: expected an int or None, found 1.5"),
         ({"max_epochs": True}, r"max_epochs: expected an int or None, found True"),
         ({"check_val_every_n_epoch": 1.2}, r"check_val_every_n_epoch: expected an int or None, found 1.2"),
+        ({"max_time": {"hour": 1}}, r"max_time: \{'hour': 1\} is no duration: 'hour' is an invalid .*hours: 1"),
+        ({"max_time": {"hours": -1}}, r"max_time: expected a duration of at least 0 seconds, found -3600"),
         ({"gradient_clip_val": "1.0"}, r"gradient_clip_val: expected a number or None, found '1.0'"),
         ({"accumulate_grad_batches": [1]}, r"_grad_batches: expected an int or a dict of an int, found \[1\]"),
         ({"seed": "abc"}, r"seed: expected an int or None, found 'abc'"),

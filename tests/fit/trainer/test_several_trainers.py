@@ -103,6 +103,8 @@ def test_running_task_is_rejected_but_not_its_copy(tmp_path):
     class Testing(lumen.Callback):
         def on_train_end(self, trainer, task):
             other = bare_trainer(tmp_path)
+            with pytest.raises(ConfigError, match="the strategy is in a run of another Trainer"):
+                bare_trainer(tmp_path, strategy=trainer.strategy).validate(Regression(), loader(8))
             with pytest.raises(ConfigError, match=r"this Regression is in a run of another Trainer. .*copy.deepcopy"):
                 other.validate(task, loader(16, 8))
             assert other.validate(copy.deepcopy(task), loader(16, 8))

@@ -3,9 +3,11 @@
 import faulthandler
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -86,6 +88,24 @@ def test_non_python_signal_handlers_are_kept(tmp_path):
             faulthandler.unregister(signal.SIGUSR1)
         stacks.seek(0)
         assert "in training_step" in stacks.read()
+
+
+class Sleeping(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_step == 2:
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            child.start()
+            child.terminate()
+            child.join(60)
+            self.code = child.exitcode
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_children_can_be_terminated(tmp_path):
+    """`multiprocessing.Pool` ends its processes in this way."""
+    task = Sleeping()
+    quiet_trainer(tmp_path, max_steps=3).fit(task, loader())
+    assert task.code == -signal.SIGTERM
 
 
 def test_sighup_after_sigterm_is_one_request(tmp_path):

@@ -480,6 +480,14 @@ def test_resumed_run_keeps_the_found_batch_size(tmp_path):
     assert torch.equal(resumed, straight)
 
 
+@pytest.mark.parametrize("finder", [lumen.LearningRateFinder, lumen.BatchSizeFinder])
+def test_finder_of_a_resumed_run_does_not_search(tmp_path, finder):
+    for steps, callbacks in ((2, []), (4, [finder()])):
+        trainer = quiet_trainer(tmp_path, max_steps=steps, callbacks=callbacks, resume="auto")
+        trainer.fit(Cramped(), datamodule=Sized())
+    assert trainer.global_step == 4
+
+
 def test_memory_of_failed_attempts_is_freed(tmp_path):
     task = Cramped()
     scale_batch_size(tmp_path, task, Sized(), mode="binsearch")
