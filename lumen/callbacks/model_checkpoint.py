@@ -216,12 +216,16 @@ class ModelCheckpoint(Callback):
         savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._callbacks_of_run = [each for each in savers if each.dirpath is not None]
         self._saved_at_s, self._epoch = trainer.run.ending.vote.now_s, trainer.current_epoch
+        # The step of a validation in progress has no checkpoint yet.
+        self._step, self._has_new_step = trainer.global_step - trainer.progress.validation_due, True
         self._reserve_at_s = self._saved_at_s + self._get_reserve_delay_s(trainer)
         resumed = trainer.run.checkpoint
         lost = trainer.processes.run_on_rank_zero(self._find_lost)
         if self.given_dirpath is not None and self.dirpath is not None:  # The lock of the run cleans its own directory.
             trainer.processes.run_on_rank_zero(partial(clean_leftovers, self.dirpath))
-        is_over = resumed is not None and trainer.run.ending.limit_reached is not None
+        # A hook may have set `trainer.should_stop` on one rank only.
+        is_over = trainer.processes.run_on_rank_zero(lambda: trainer.run.ending.limit_reached) is not None
+        is_over = is_over and resumed is not None
         if is_over and self.at_end and self.dirpath is not None:  # The checkpoint of this moment is saved below.
             lost -= {self._locate_checkpoint(trainer)[0].name}
         self.scores = {name: score for name, score in self.scores.items() if name not in lost}
@@ -235,6 +239,7 @@ class ModelCheckpoint(Callback):
 
     def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Check if a rule wants a checkpoint of this step; if so, all ranks first agree on whether the run ends."""
+        self._has_new_step, self._step = trainer.global_step != self._step, trainer.global_step
         self._should_save = self.dirpath is not None and self._is_due(trainer)
         if self._should_save:
             trainer.request_stop_vote()
@@ -279,8 +284,9 @@ class ModelCheckpoint(Callback):
     def _is_due(self, trainer: CallbackTrainer) -> bool:
         """Return True if a rule wants a checkpoint here, even if training continues. All ranks get the same result."""
         progress, value = trainer.progress, self._get_new_value(trainer)
+        interval = self.every_n_train_steps
         return (
-            (self.every_n_train_steps > 0 and progress.step % self.every_n_train_steps == 0)
+            (interval > 0 and self._has_new_step and progress.step % interval == 0)
             or (progress.epoch != self._epoch and self.every_n_epochs > 0 and progress.epoch % self.every_n_epochs == 0)
             or trainer.run.ending.vote.now_s - self._saved_at_s >= self.train_time_interval_s
             or (self.on_best and value is not None and self._is_among_best(value))

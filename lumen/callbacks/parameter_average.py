@@ -68,7 +68,7 @@ class ParameterAverage(Callback, ABC):
                 f"callbacks: {' and '.join(averages)} both average the parameters, but a run supports one average. "
                 "Remove one of the callbacks."
             )
-        self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
+        self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "epoch": None, "rates": []})
 
     def on_fit_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Begin the average, or move the averages of the checkpoint to the devices of their parameters."""
@@ -151,7 +151,6 @@ class ParameterAverage(Callback, ABC):
             _log.warning(
                 "%s: the run ended before the average began, so the task keeps its parameters", type(self).__name__
             )
-        if not self._average:
             return
         self._find_tensors(task)
         for name, tensor in self._iterate_tensors():
@@ -298,14 +297,19 @@ class SWA(ParameterAverage):
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
         self._rates: list[float] = []  # rates of the groups before annealing
+        self._epoch: int | None = None  # the last averaged epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean, the number of its epochs, and the rates before annealing."""
-        return {"average": self._get_average_to_save(), "updates": self._updates, "rates": self._rates}
+        return {
+            "average": self._get_average_to_save(), "updates": self._updates, "epoch": self._epoch,
+            "rates": self._rates,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the mean of a checkpoint."""
-        self._average, self._updates, self._rates = state["average"], state["updates"], state["rates"]
+        self._average, self._updates = state["average"], state["updates"]
+        self._epoch, self._rates = state["epoch"], state["rates"]
 
     def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Compute the first averaged epoch, and check the number of rates."""
@@ -317,7 +321,7 @@ class SWA(ParameterAverage):
                     "swa_epoch_start to an epoch."
                 )
             start = trainer.max_epochs * start
-        self._first = int(start)  # the first averaged epoch
+        self._first = int(start + 1e-9)  # the first averaged epoch; 0.29 * 100 is less than 29
         self._find_final_rates(len(_get_param_groups(trainer)))
 
     def on_before_zero_grad(self, trainer: CallbackTrainer, task: TaskModule, optimizer: Optimizer) -> None:
@@ -347,8 +351,10 @@ class SWA(ParameterAverage):
 
     def update(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Add the parameters to the mean, once per epoch, when all batches of the epoch are done."""
-        if not trainer.is_epoch_end or trainer.current_epoch - self._first < self._updates:
+        epoch = trainer.current_epoch
+        if not trainer.is_epoch_end or epoch < self._first or epoch == self._epoch:
             return
+        self._epoch = epoch
         if self._average:
             self._averages.update_averages(self._updates / (self._updates + 1))
         else:

@@ -149,7 +149,7 @@ class SpikeDetection(Callback):
         trainer.skip_update()
 
     def _roll_back(self, trainer: CallbackTrainer, description: str) -> None:
-        if len(trainer.progress.left_out) == self.max_rollbacks:
+        if len(trainer.progress.left_out) >= self.max_rollbacks:
             raise TrainingError(
                 f"SpikeDetection: the run was rolled back {self.max_rollbacks} times, and there is a further spike "
                 f"after step {trainer.global_step}: {description}. Lower the learning rate, exclude more steps "
@@ -172,9 +172,13 @@ class SpikeDetection(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window and the counts."""
-        return {"values": self._values, "seen": self._seen, "in_a_row": self._in_a_row, "spikes": self.spikes}
+        return {
+            "values": self._values, "seen": self._seen, "in_a_row": self._in_a_row, "spikes": self.spikes,
+            "should_stop": self._should_stop,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the window and the counts."""
         self._values = state["values"][-self.window :]
         self._seen, self._in_a_row, self.spikes = state["seen"], state["in_a_row"], state["spikes"]
+        self._should_stop = state["should_stop"]

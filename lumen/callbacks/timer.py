@@ -112,14 +112,15 @@ class Timer(Callback):
             self._trainer.should_stop = False
 
     def _stop_if_used_up(self, trainer: CallbackTrainer) -> bool:
-        """Set `trainer.should_stop` if the time is used up. Return True if this call has set it."""
+        """Set `trainer.should_stop` if the time is used up. Return True if it is used up, equal on all ranks."""
         progress = trainer.progress
         self._trained_s = progress.elapsed_s
         may_stop = self.interval == "step" or not progress.in_epoch
-        if not (may_stop and self._is_time_used_up()) or trainer.should_stop:
+        if not (may_stop and self._is_time_used_up()):
             return False
-        _log.info("Timer: time limit of %g s of training reached (%.1f s)", self._duration_s, self._trained_s)
-        trainer.should_stop = self._has_stopped = True
+        if not trainer.should_stop:
+            _log.info("Timer: time limit of %g s of training reached (%.1f s)", self._duration_s, self._trained_s)
+            trainer.should_stop = self._has_stopped = True
         return True
 
     def _is_time_used_up(self) -> bool:

@@ -29,6 +29,12 @@ def test_ema_is_exact_and_stays_in_the_task(tmp_path):
     assert assert_same(task.state_dict(), expected)
 
 
+def test_average_without_updates_leaves_the_parameters(tmp_path):
+    kept = RecordStates()
+    _, task = fit(tmp_path, lumen.EMA(update_every_n_steps=100), kept)
+    assert assert_same(task.state_dict(), kept.states[-1])
+
+
 def test_validation_in_fit_uses_the_newest_average(tmp_path):
     first, kept, seen = Normed().state_dict(), RecordStates(), []
 

@@ -75,6 +75,15 @@ def test_runs_without_a_mean_keep_their_parameters(tmp_path, caplog):
     assert "SWA: the run ended before the average began, so the task keeps its parameters" in caplog.text
 
 
+def test_mean_begun_after_resume_counts_epochs_once(tmp_path):
+    kept = RecordStates()
+    train_with_swa(tmp_path, kept, steps=6 * (START + 1))
+    end, _ = train_with_swa(tmp_path, lumen.SWA(0.02, START, 2), kept)
+    ends = [kept.states[6 * epoch - 1] for epoch in range(START + 2, EPOCHS + 1)]
+    expected = {name: sum(state[name] for state in ends) / len(ends) for name in ("net.0.weight", "net.4.bias")}
+    assert_equal({name: end[name] for name in expected}, {name: each.numpy() for name, each in expected.items()})
+
+
 @pytest.mark.parametrize("steps", [26, 33])
 def test_an_unfinished_epoch_is_not_in_the_mean(tmp_path, steps):
     kept = RecordStates()
