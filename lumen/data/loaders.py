@@ -76,7 +76,7 @@ def adapt_loader(
         _log.warning("setting in_order=True on the DataLoader: ranks and resumed runs need batches in one order.")
         loader.in_order = True
     kind = ShardedIterableAdapter if shards_itself(loader, rank_slice.world_size) else IterableAdapter
-    accumulate = _count_batches_per_step(loader, accumulate, global_batch_size, rank_slice.world_size)
+    accumulate = _count_batches_per_step(loader, accumulate, global_batch_size, rank_slice)
     return kind(loader, seed, accumulate, rank_slice, rewinds=rewinds)
 
 
@@ -116,7 +116,7 @@ def _make_order(
         batches = loader.batch_sampler
         sampler, batch_size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
     if batch_size is None:
-        accumulate = _count_batches_per_step(loader, accumulate, global_batch_size, world)
+        accumulate = _count_batches_per_step(loader, accumulate, global_batch_size, rank_slice)
         single = loader.batch_sampler is None
         source = sampler if single else loader.batch_sampler
         return SampledOrder(source, seed, batch_size=None, step_size=accumulate, drop_last=False, single=single)
@@ -163,7 +163,7 @@ def _is_plain_sampler(sampler: Any, samples: int | None) -> bool:
     return samples is not None and get_length(sampler) == get_length(sampler.data_source) == samples
 
 
-def _count_batches_per_step(loader: Any, accumulate: int, global_batch_size: int | None, world: int) -> int:
+def _count_batches_per_step(loader: Any, accumulate: int, global_batch_size: int | None, rank_slice: RankSlice) -> int:
     """Return the batches of an optimizer step, for loaders whose batches cannot be divided."""
     if global_batch_size is None:
         return accumulate
@@ -173,8 +173,15 @@ def _count_batches_per_step(loader: Any, accumulate: int, global_batch_size: int
             f"global_batch_size: {global_batch_size} is not a multiple of the batch size {batch_size} of "
             f"{type(loader).__name__}, whose batches Lumen cannot divide. Set accumulate_grad_batches instead."
         )
-    _warn_of_idle_ranks(global_batch_size, global_batch_size // int(batch_size), world)
-    return global_batch_size // int(batch_size)
+    batches, world = global_batch_size // int(batch_size), rank_slice.world_size
+    if rank_slice.splits and batches > world:
+        raise ConfigError(
+            f"global_batch_size: {global_batch_size} is {batches} batches of {type(loader).__name__}, but with manual "
+            f"optimization a step has one batch of each process. Set batch_size to {global_batch_size // world}, or "
+            "call step() of the optimizers only in every n-th batch."
+        )
+    _warn_of_idle_ranks(global_batch_size, batches, world)
+    return batches
 
 
 def _warn_of_idle_ranks(global_batch_size: int | None, micro_batches: int, world: int) -> None:

@@ -171,7 +171,8 @@ def map_leaves(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any
             return converted
         if isinstance(data, MutableMapping):
             kept = copy(data)  # keeps attributes of subclasses
-            kept.update(converted)
+            for key, value in converted.items():  # a `ModelOutput` of transformers refuses `update`
+                kept[key] = value
             return kept
         return type(data)(converted)  # type: ignore[call-arg]
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -183,7 +184,7 @@ def map_leaves(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         names = [field.name for field in dataclasses.fields(data)]
         fields = {name: map_leaves(getattr(data, name), function, is_leaf) for name in names}
-        made = object.__new__(type(data))  # `replace()` would fail for init=False and InitVar fields.
+        made = copy(data)  # `replace()` would fail for init=False and InitVar fields.
         for name, value in fields.items():
             object.__setattr__(made, name, value)
         return made

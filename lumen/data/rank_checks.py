@@ -81,7 +81,7 @@ def iterate_bytes(part: Any, most: int | None = None) -> Iterator[Any]:
         for value in part:
             yield from iterate_bytes(value, most)
     elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-        yield from iterate_bytes(vars(part), most)
+        yield from iterate_bytes({each.name: getattr(part, each.name) for each in dataclasses.fields(part)}, most)
     elif isinstance(part, np.generic):
         yield repr(part.item()).encode()
     elif part is None or isinstance(part, (bool, int, float, complex, str, bytes)):

@@ -143,6 +143,11 @@ class StageMetrics:
             entry = self._get_entry(name, value, call)
         options = entry.options
         if entry.metric is not None:
+            if value is not entry.metric and as_metric(name, value) is not entry.metric:
+                raise ConfigError(
+                    f"self.log({name!r}): the name has the values of one {type(entry.metric).__name__}, and now of a "
+                    "different object. Log one metric object under the name, or use two names."
+                )
             if not options.on_step:
                 return
             value = entry.metric._forward_cache  # type: ignore[assignment]  # the value of this batch

@@ -851,3 +851,18 @@ def test_trackers_and_bounds_of_metrics_are_resumed(tmp_path):
         return (trainer.run_directory / "metrics.csv").read_text()
 
     assert rows("parts", 10, 17, 28) == rows("whole", 28)
+
+
+class TwoMetrics(Regression):
+    def __init__(self):
+        super().__init__()
+        self.errors = nn.ModuleList([MeanSquaredError(), MeanSquaredError()])
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.errors[dataloader_idx].update(self(batch[0]), batch[1])
+        self.log("error", self.errors[dataloader_idx], add_dataloader_idx=False)
+
+
+def test_one_name_of_two_metric_objects_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the name has the values of one MeanSquaredError, and now of a different"):
+        bare_trainer(tmp_path).validate(TwoMetrics(), [loader(8), loader(8)])

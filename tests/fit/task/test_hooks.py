@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
+from transformers.modeling_outputs import CausalLMOutput
 
 import lumen
 from lumen.callbacks import Callback
@@ -446,6 +447,22 @@ class Encoding(UserDict):
 
     def to(self, device):
         return Encoding({key: value.to(device) for key, value in self.items()}, self.lengths)
+
+
+@dataclasses.dataclass
+class Counted:
+    tokens: torch.Tensor
+
+    def __post_init__(self):
+        self.samples = len(self.tokens)
+
+
+def test_moved_outputs_and_dataclasses_keep_their_attributes():
+    moved = move_batch(CausalLMOutput(logits=torch.ones(2)), torch.device("meta"))
+    assert moved.logits is moved["logits"]
+    assert moved.logits.device.type == "meta"
+    counted = move_batch(Counted(torch.ones(2)), torch.device("meta"))
+    assert (counted.tokens.device.type, counted.samples) == ("meta", 2)
 
 
 @pytest.mark.parametrize(
