@@ -246,6 +246,6 @@ def publish_values(run: Run, metrics: StageMetrics, gather: Gather | None) -> di
     values = run.values.publish_values(run.stage, metrics, gather)
     epoch = run.progress.epoch  # The step is no known number: it may equal a process's count of batches.
     run.log.doubts.warn_of_doubtful(metrics.hook_values, {epoch, epoch + 1, *before})
-    for scheduler in run.optim.schedulers:
+    for scheduler in run.optim.schedulers if run.stage != "sanity" else ():
         scheduler.store_monitor_value(values)
     return values

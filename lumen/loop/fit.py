@@ -77,6 +77,7 @@ def train_run(run: Run) -> list[int] | None:
     ending = run.ending
     # The checkpoint is of the last step, but the process was killed before the end of the epoch.
     if ending.finished and run.progress.in_epoch:
+        run.log.resume_epoch()
         end_epoch(run, complete=False)
     while not ending.finished:
         try:

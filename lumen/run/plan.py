@@ -222,7 +222,13 @@ def parse_batch_limit(name: str, value: int | float | None) -> int | float | Non
 def parse_duration_s(name: str, value: Duration) -> float:
     """Return a duration in seconds."""
     if isinstance(value, timedelta | dict):
-        return (value if isinstance(value, timedelta) else timedelta(**value)).total_seconds()
+        try:
+            seconds = (value if isinstance(value, timedelta) else timedelta(**value)).total_seconds()
+        except (TypeError, OverflowError) as error:
+            raise ConfigError(f"{name}: {value} is no duration: {error}. Write {{hours: 1, minutes: 30}}.") from None
+        if seconds < 0:
+            raise ConfigError(f"{name}: expected a duration of at least 0 seconds, found {seconds:g}.")
+        return seconds
     parts = value.split(":") if isinstance(value, str) else []
     if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
         raise ConfigError(f'{name}: expected a duration "DD:HH:MM:SS", found {value!r}.')

@@ -352,9 +352,16 @@ class Improving(Scheduled):
 
 
 def improve(tmp_path, task, **options):
-    trainer = quiet_trainer(tmp_path, num_sanity_val_steps=0, log_level="CRITICAL", **options)
+    trainer = quiet_trainer(tmp_path, **{"num_sanity_val_steps": 0, "log_level": "CRITICAL"} | options)
     trainer.fit(task, loader(40, 8), val_dataloaders=loader(8, 8))
     return task.rates
+
+
+def test_a_plateau_does_not_see_the_sanity_check(tmp_path):
+    """Epochs without a validation have no value."""
+    task = Improving(strict=False)
+    improve(tmp_path, task, num_sanity_val_steps=2, check_val_every_n_epoch=10, max_epochs=4)
+    assert task.lr_schedulers().best == float("inf")
 
 
 @pytest.mark.parametrize(
