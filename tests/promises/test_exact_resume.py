@@ -138,13 +138,13 @@ def test_job_with_killed_rank_ends_and_resumes(tmp_path, nursery, uninterrupted_
     lives.end(uninterrupted_run(**options))
 
 
-def kill_at_every_operation(directory, nursery, uninterrupted_run, options, rank):
-    """Kill a run in each attempt, one operation of a save later every time. Return the number of operations."""
+def kill_at_operations(directory, nursery, uninterrupted_run, options, rank, step):
+    """Kill a run in each attempt, some operations of a save later every time. Return the number of operations."""
     options = options | {"accumulate": 1, "max_epochs": 6}
     lives = Lives(directory, nursery, options)
     for _ in range(2):  # including the removal of old checkpoints
         assert lives.live((rank, "train", 3))
-    for operation in count(1):
+    for operation in count(1, step):
         before = len(lives.noted("saves"))
         assert lives.live((rank, "operation", operation))
         if len(lives.noted("saves")) >= before + 2:
@@ -155,18 +155,19 @@ def kill_at_every_operation(directory, nursery, uninterrupted_run, options, rank
 
 @pytest.mark.time_limit(900)
 @pytest.mark.parametrize(
-    ("options", "rank", "least"),
+    ("options", "rank", "least", "step"),
     [
-        pytest.param({}, 0, 40, marks=pytest.mark.slow),
-        pytest.param(DDP_2, 0, 40, marks=pytest.mark.torture),
-        pytest.param(DDP_2 | LATER, 1, 25, marks=pytest.mark.torture),
-        pytest.param(FSDP_2, 1, 25, marks=pytest.mark.torture),
-        pytest.param(FSDP_2 | LATER, 0, 40, marks=pytest.mark.slow),
+        pytest.param({}, 0, 40, 1, marks=pytest.mark.slow),
+        pytest.param(DDP_2, 0, 40, 1, marks=pytest.mark.torture),
+        pytest.param(DDP_2 | LATER, 1, 25, 1, marks=pytest.mark.torture),
+        pytest.param(FSDP_2, 1, 25, 1, marks=pytest.mark.torture),
+        pytest.param(FSDP_2 | LATER, 0, 40, 4, marks=pytest.mark.slow),
+        pytest.param(FSDP_2 | LATER, 0, 40, 1, marks=pytest.mark.torture),
     ],
-    ids=["one process", "ddp", "ddp asynchronous", "fsdp", "fsdp asynchronous"],
+    ids=["one process", "ddp", "ddp asynchronous", "fsdp", "fsdp asynchronous, every fourth", "fsdp asynchronous"],
 )
-def test_kills_at_any_save_operation_leave_no_trace(tmp_path, nursery, uninterrupted_run, options, rank, least):
-    assert kill_at_every_operation(tmp_path / "killed", nursery, uninterrupted_run, options, rank) > least
+def test_kills_at_any_save_operation_leave_no_trace(tmp_path, nursery, uninterrupted_run, options, rank, least, step):
+    assert kill_at_operations(tmp_path / "killed", nursery, uninterrupted_run, options, rank, step) > least
 
 
 # ---------------------------------------------------------------------- other layouts
@@ -374,7 +375,7 @@ def compare_hunted_run(directory, nursery, seed, bucket_url, kills):
 @pytest.mark.time_limit(900)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.torture)])
 def test_kills_at_random_moments_leave_no_trace(tmp_path, nursery, seed, bucket_url):
-    assert compare_hunted_run(tmp_path / "run", nursery, seed, bucket_url, kills=10).victims
+    assert compare_hunted_run(tmp_path / "run", nursery, seed, bucket_url, kills=6).victims
 
 
 @pytest.mark.torture
