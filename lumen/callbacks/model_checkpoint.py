@@ -223,9 +223,9 @@ class ModelCheckpoint(Callback):
         lost = trainer.processes.run_on_rank_zero(self._find_lost)
         if self.given_dirpath is not None and self.dirpath is not None:  # The lock of the run cleans its own directory.
             trainer.processes.run_on_rank_zero(partial(clean_leftovers, self.dirpath))
-        # A hook may have set `trainer.should_stop` on one rank only.
-        is_over = trainer.processes.run_on_rank_zero(lambda: trainer.run.ending.limit_reached) is not None
-        is_over = is_over and resumed is not None
+        is_over = resumed is not None and trainer.processes.run_on_rank_zero(
+            lambda: trainer.run.ending.limit_reached is not None  # A hook may have set `should_stop` on one rank only.
+        )
         if is_over and self.at_end and self.dirpath is not None:  # The checkpoint of this moment is saved below.
             lost -= {self._locate_checkpoint(trainer)[0].name}
         self.scores = {name: score for name, score in self.scores.items() if name not in lost}
