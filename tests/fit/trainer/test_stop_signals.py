@@ -90,11 +90,19 @@ def test_non_python_signal_handlers_are_kept(tmp_path):
         assert "in training_step" in stacks.read()
 
 
+def sleep(has_begun):
+    has_begun.set()
+    time.sleep(1000)
+
+
 class Sleeping(Regression):
     def on_train_batch_start(self, batch, batch_idx):
         if self.global_step == 2:
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            context = multiprocessing.get_context("fork")
+            has_begun = context.Event()
+            child = context.Process(target=sleep, args=(has_begun,), daemon=True)
             child.start()
+            assert has_begun.wait(60)  # Python drops signals that arrive within the fork
             child.terminate()
             child.join(60)
             self.code = child.exitcode
