@@ -202,7 +202,7 @@ class _StopHandler:
         """Ask the run to stop; exit the run if it was already asked."""
         vote = self._run.ending.vote
         if os.getpid() != self._process:
-            # A forked child: the run decides about requests to stop, but a pool ends its children by SIGTERM. The worker
+            # A forked child: the run decides about requests to stop, but a pool ends its children by SIGTERM. A worker
             # of a DataLoader is here only until `init_worker` has set its own handler.
             target = getattr(multiprocessing.current_process(), "_target", None)
             if number == signal.SIGTERM and not getattr(target, "__module__", "").startswith("torch.utils.data"):
