@@ -195,6 +195,11 @@ def can_be_restarted() -> bool:
     return is_worker() and NOTES_VARIABLE in os.environ
 
 
+def is_restarted() -> bool:
+    """Return True if a launcher has started this program again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def make_step_recorder(rank: int, directory: Path, step: int) -> Callable[[int], None]:
     """Note that a run is in training; return a function that notes each completed step for the launcher."""
     folder = Path(os.environ[NOTES_VARIABLE])

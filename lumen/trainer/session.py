@@ -42,7 +42,7 @@ from lumen.callbacks.checkpoint_names import choose_folder, locate_folder
 from lumen.checkpoint import CheckpointSaver, get_storage
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
-from lumen.distributed.restarts import needs_launcher
+from lumen.distributed.restarts import is_restarted, needs_launcher
 from lumen.errors import ConfigError, RunDirectoryError
 from lumen.internals.garbage import GarbageCollector
 from lumen.internals.hydra import describe_job
@@ -136,7 +136,7 @@ class Session:
         check_hooks(task, self.datamodule, [])
         self.replaced = join_callbacks(trainer, self.stage, task)
         check_hooks(task, self.datamodule, trainer.callbacks)
-        trainer.name = trainer.given_name or type(task).__name__.lower()
+        trainer.name = type(task).__name__.lower() if trainer.given_name is None else trainer.given_name
         trainer._started = False
         if needs_launcher(trainer.processes, trainer.max_restarts if self.trains else 0):
             relaunch(trainer.world_size, trainer.max_restarts)
@@ -297,8 +297,9 @@ def claim_directory(session: Session) -> Iterator[None]:
     savers = trainer.checkpoint_callbacks
 
     def claim() -> tuple[Path | None, bool, list[PurePath]]:
-        if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
+        if not is_restarted():  # A restarted run resumes from its own checkpoint, so the weights may be gone.
             origin.check_weights()
+        if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
             return None, False, []
         root, name = trainer.default_root_dir, str(trainer.name)
         directory = closing.enter_context(
@@ -307,7 +308,8 @@ def claim_directory(session: Session) -> Iterator[None]:
         session.check_home = directory.check_claim
         if not (origin.keeps_directory or directory.restarted):
             closing.callback(_remove_unused_directory, trainer, directory.path)
-            origin.check_weights()
+            if is_restarted():
+                origin.check_weights()
             for given in {each.given_dirpath for each in savers if each.given_dirpath is not None}:
                 choose_folder(directory.path, given)
         folders = [locate_folder(directory.path, each.given_dirpath) for each in savers]

@@ -380,7 +380,7 @@ def test_saves_within_one_step_stay_in_order(tmp_path):
 
     newest = []
     watching = lumen.LambdaCallback(on_step_end=lambda trainer, task: newest.append(_newest(tmp_path)))
-    saver = make_saver(every_n_train_steps=1, keep_last=1)
+    saver = make_saver(every_n_train_steps=0, train_time_interval={"microseconds": 1}, keep_last=1)
     trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[watching, saver])
     trainer.fit(Skipping(), loader(320))
     assert len(newest) == 40
