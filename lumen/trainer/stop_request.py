@@ -204,8 +204,9 @@ class _StopHandler:
         if os.getpid() != self._process:
             # A forked child: the run decides about requests to stop, but a pool ends its children by SIGTERM. A worker
             # of a DataLoader is here only until `init_worker` has set its own handler.
-            target = getattr(multiprocessing.current_process(), "_target", None)
-            if number == signal.SIGTERM and not getattr(target, "__module__", "").startswith("torch.utils.data"):
+            target = vars(multiprocessing.current_process()).get("_target")
+            loads_data = target is not None and str(target.__module__).startswith("torch.utils.data")
+            if number == signal.SIGTERM and not loads_data:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
