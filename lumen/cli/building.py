@@ -45,6 +45,7 @@ def choose_seed(config: Namespace, checkpoint: Any, name: str, launcher: str | N
     home = expand_path(config.trainer.default_root_dir) / name
     folder, *other_folders = _list_folders(config.trainer.callbacks, home) or [locate_folder(home, None)]
     resumes_progress = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
+    # All attempts have the same launcher, and so the same seed.
     drawn = draw_seed() if launcher is None else crc32(launcher.encode()) % 2**31
     if not resumes_progress or is_weights(checkpoint):
         return drawn

@@ -130,12 +130,14 @@ def _accumulate_gradient(run: Run, micro: MicroBatch, batch: Any, cut_batch: Cal
         loss, weight = read_output(run.strategy.call("training_step", *arguments))
     if run.step.weighting.is_set_by_task:
         weight = float(run.task.batch_weight(cut_batch(micro.batch)))
-    weight = 1.0 if weight is None else weight
-    if micro.is_dummy or loss is None:
+    if loss is None:  # The other processes wait in the collectives of the backward.
+        loss, weight = run.strategy.make_zero_loss(), 0.0
+        if loss is None:
+            raise make_no_forward_error(run)
+    if micro.is_dummy:
         weight = 0.0
-    loss = run.strategy.make_zero_loss() if loss is None else loss
-    if loss is None:
-        raise make_no_forward_error(run)
+    elif weight is None:  # The loss is a mean whose weight the task does not return.
+        weight = 1.0
     (loss * weight).backward()  # type: ignore[no-untyped-call]
     return weight
 

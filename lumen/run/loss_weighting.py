@@ -75,8 +75,8 @@ class LossWeighting:
         # DDP and FSDP average gradients over the processes, but a step needs their sum. Multiplying the loss by the
         # number of processes costs nothing. Under fp16 a loss so enlarged could overflow, so the gradients are
         # multiplied instead.
-        self._averaged = averaged = data_world_size if exact_rank is None else 1
-        self._loss_multiplier, self._gradient_multiplier = (1, averaged) if uses_scaler else (averaged, 1)
+        self._averaged = 1 if exact_rank is not None else data_world_size
+        self._loss_multiplier, self._gradient_multiplier = (1, self._averaged) if uses_scaler else (self._averaged, 1)
         self._exact_rank = exact_rank
         self._guesses_first = uses_scaler or (exact_rank is None and data_world_size == 1)
         self._start_sum, self._gather = start_sum, gather

@@ -136,7 +136,8 @@ class Session:
         check_hooks(task, self.datamodule, [])
         self.replaced = join_callbacks(trainer, self.stage, task)
         check_hooks(task, self.datamodule, trainer.callbacks)
-        trainer.name = type(task).__name__.lower() if trainer.given_name is None else trainer.given_name
+        if not trainer._has_given_name:
+            trainer.name = type(task).__name__.lower()
         trainer._started = False
         if needs_launcher(trainer.processes, trainer.max_restarts if self.trains else 0):
             relaunch(trainer.world_size, trainer.max_restarts)

@@ -274,8 +274,8 @@ class Trainer(RunView):
         if self.fast_dev_run:
             self.plan, logger = self.plan.as_fast_dev_run(self.fast_dev_run), False
         self.loggers, self._has_user_loggers = as_loggers(logger), not isinstance(logger, bool)
-        self.default_root_dir, self.given_name = choose_place(self.loggers, expand_path(default_root_dir), name)
-        self.name = self.given_name
+        self.default_root_dir, self.name = choose_place(self.loggers, expand_path(default_root_dir), name)
+        self._has_given_name = self.name is not None
         defaults: dict[type[Callback], bool] = {
             ThroughputMonitor: bool(self.loggers),
             ModelSummary: enable_model_summary,

@@ -339,7 +339,7 @@ class LearningRateFinder(Callback):
         if stage != "fit":
             return
         self.optimal_lr = self._found = None
-        if trainer.run.checkpoint is not None and "progress" in trainer.origin.parts:
+        if trainer.run.checkpoint is not None:
             return
         self.optimal_lr = Tuner(trainer).lr_find(task, **self._settings)
         rate = self.optimal_lr.suggestion()
@@ -409,7 +409,7 @@ class BatchSizeFinder(Callback):
         """Search, unless the run resumes from a checkpoint."""
         if stage == "fit":
             self.optimal_batch_size = None
-            if trainer.run.checkpoint is None or "progress" not in trainer.origin.parts:
+            if trainer.run.checkpoint is None:
                 self.optimal_batch_size = Tuner(trainer).scale_batch_size(task, **self._settings)
 
     def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:

@@ -269,6 +269,25 @@ def test_only_training_steps_with_updates_count(tmp_path):
     assert names == ["step-00000004", "step-00000008", "step-00000010"]
 
 
+class Accumulating(Gan):
+    """Task that updates at every fourth batch only."""
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(critic_loss(self.generator, self.critic, *batch))
+        if batch_idx % 4 == 3:
+            optimizer = self.optimizers()[1]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_batches_without_updates_are_not_saved(tmp_path):
+    checkpoints = lumen.ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(tmp_path, max_steps=3, callbacks=[checkpoints])
+    trainer.fit(Accumulating(), make_pair_loader(128))
+    names = sorted(path.name for path in (trainer.run_directory / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000002", "step-00000003"]
+
+
 def test_task_steps_schedulers_and_loop_settings_warn(tmp_path, caplog):
     class Scheduled(Gan):
         def training_step(self, batch, batch_idx):
