@@ -54,7 +54,9 @@ class RunDirectory:
         self._key = os.path.realpath(path)
 
     @staticmethod
-    def claim(root: Path, name: str, *, reuse: bool, launchers: Collection[str] = ()) -> "RunDirectory":
+    def claim(
+        root: Path, name: str, *, reuse: bool, home: str | None = None, launchers: Collection[str] = ()
+    ) -> "RunDirectory":
         """Create or take over a run's directory, lock it, and remove files of interrupted saves.
 
         If a launcher restarts a program after a failure, each of its runs claims its previous directory.
@@ -62,8 +64,9 @@ class RunDirectory:
         Args:
             root: Directory of all runs; created if absent.
             name: The run's name, a plain directory name.
-            reuse: True takes `root/name`, new or not. False creates a new directory: `root/name`, or if that exists
+            reuse: True takes `root/home`, new or not. False creates a new directory: `root/name`, or if that exists
                 `root/name-2`, `root/name-3` and so on.
+            home: Name of the directory that `reuse` takes. Default: `name`.
             launchers: Identifiers of the launchers that started the run's processes and may restart them.
 
         Raises:
@@ -78,6 +81,7 @@ class RunDirectory:
             claim = {"launchers": digests, "name": name, "number": _claims[key]}
             earlier = _find_earlier_attempt(path, claim) if launchers else None
             if reuse and earlier is None:
+                path = root / (home or name)
                 path.mkdir(exist_ok=True)
             else:
                 path = earlier or _create_directory(path)

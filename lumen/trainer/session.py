@@ -26,6 +26,7 @@ keeps the lock of the thread, the directory and the logs.
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -100,6 +101,7 @@ class Session:
         replaced: Callbacks of the trainer that the task's callbacks have replaced.
         grace: The thread that ends the process in time after a signal.
         directory: The run directory; None without a run directory, as in evaluations.
+        home: The directory of the run that `resume` means by "auto", "last" and "best".
         record: The directory of the loggers' record: the run directory, or that of an evaluation; None without records.
         resumes_record: True if the evaluation continues an earlier record.
         check_home: Function that checks on rank 0 if the directory still exists; None elsewhere.
@@ -109,6 +111,7 @@ class Session:
     """
 
     grace: GracePeriod
+    home: Path
     run: Run
     watch: threading.Event
 
@@ -295,16 +298,17 @@ def claim_directory(session: Session) -> Iterator[None]:
         return
     launchers = {each for each in processes.all_gather(processes.launcher) if each is not None}
 
-    savers = trainer.checkpoint_callbacks
+    savers, previous = trainer.checkpoint_callbacks, trainer.run_directory
+    session.home = _choose_home(trainer)
 
     def claim() -> tuple[Path | None, bool, list[PurePath]]:
         if not is_restarted():  # A restarted run resumes from its own checkpoint, so the weights may be gone.
             origin.check_weights()
         if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
             return None, False, []
-        root, name = trainer.default_root_dir, str(trainer.name)
+        root, name, home = trainer.default_root_dir, str(trainer.name), session.home.name
         directory = closing.enter_context(
-            RunDirectory.claim(root, name, reuse=origin.keeps_directory, launchers=launchers)
+            RunDirectory.claim(root, name, reuse=origin.keeps_directory, home=home, launchers=launchers)
         )
         session.check_home = directory.check_claim
         if not (origin.keeps_directory or directory.restarted):
@@ -317,6 +321,7 @@ def claim_directory(session: Session) -> Iterator[None]:
         return directory.path, directory.restarted, folders
 
     with ExitStack() as closing:
+        closing.callback(_forget_unused_directory, trainer, previous)
         trainer.run_directory, origin.restarted, folders = processes.run_on_rank_zero(claim)
         for each, folder in zip(savers, folders, strict=False):
             each.use_folder(folder)
@@ -390,8 +395,7 @@ def make_run(session: Session) -> Iterator[None]:
     if session.record is not None and processes.is_global_zero:
         session.loggers = add_csv_logger(trainer.loggers) if session.trains else trainer.loggers
     if session.trains:
-        home = trainer.default_root_dir / str(trainer.name)
-        earlier = processes.run_on_rank_zero(partial(list_checkpoint_folders, trainer, home))
+        earlier = processes.run_on_rank_zero(partial(list_checkpoint_folders, trainer, session.home))
         checkpoint = origin.find_checkpoint(
             list_checkpoint_folders(trainer), earlier, processes, writes=directory is not None
         )
@@ -583,10 +587,24 @@ def _check_checkpoint_places(trainer: Trainer) -> None:
             get_storage(place).check_writable(place)
 
 
+def _choose_home(trainer: Trainer) -> Path:
+    """Return the directory of the run that a setting such as "last" means: this trainer's previous run, if any."""
+    home, previous = trainer.default_root_dir / str(trainer.name), trainer.run_directory
+    if previous is None or previous.parent != home.parent:
+        return home
+    return previous if re.fullmatch(re.escape(home.name) + "-[0-9]+", previous.name) else home
+
+
 def _remove_unused_directory(trainer: Trainer, directory: Path) -> None:
     """Remove the directory of a run that failed before its training began, so that its name stays free."""
     if not _is_directory_kept(trainer):
         shutil.rmtree(directory, ignore_errors=True)  # the user needs to see the failure, not this error
+
+
+def _forget_unused_directory(trainer: Trainer, previous: Path | None) -> None:
+    """Let the trainer name the directory of its previous run again, if this run's directory is removed."""
+    if not _is_directory_kept(trainer):
+        trainer.run_directory = previous
 
 
 def _is_directory_kept(trainer: Trainer) -> bool:

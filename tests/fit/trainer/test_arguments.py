@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 import lumen
-from lumen.errors import ConfigError, DataError
+from lumen.errors import CheckpointError, ConfigError, DataError
 from lumen.errors.lightning_names import ATTRIBUTES, INSTEAD
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
@@ -55,6 +55,48 @@ def test_fit_takes_what_lightnings_takes(tmp_path, call):
     call(trainer, task)
     assert torch.equal(weights(task), weights(whole))
     assert "val_loss" in trainer.callback_metrics
+
+
+class FailsOnce(lumen.Callback):
+    """Callback that ends the first run in its second epoch, and records the parameters with which a run begins."""
+
+    def __init__(self):
+        self.first = []
+
+    def on_train_start(self, trainer, task):
+        self.first.append(weights(task))
+
+    def on_train_epoch_start(self, trainer, task):
+        if len(self.first) == 1 and trainer.current_epoch == 1:
+            raise RuntimeError("once")
+
+
+@pytest.mark.parametrize(("where", "folder"), [("last", "run-2"), ("best", "run-3")])
+def test_second_fit_resumes_the_trainers_own_run(tmp_path, where, folder):
+    quiet_trainer(tmp_path, max_epochs=4).fit(Task(), Data())
+    fails, task = FailsOnce(), Task()
+    trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=[fails, lumen.ModelCheckpoint(monitor="val_loss")])
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.fit(task, Data())
+    assert trainer.run_directory.name == "run-2"
+    trained = weights(task)
+    trainer.fit(Task(), Data(), ckpt_path=where)
+    assert torch.equal(fails.first[1], trained)
+    assert trainer.current_epoch == 2
+    assert trainer.run_directory.name == folder
+
+
+def test_failed_fit_keeps_previous_run_directory(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    with pytest.raises(CheckpointError):
+        trainer.fit(Task(), Data(), ckpt_path=tmp_path / "nothing")
+    assert trainer.run_directory is None
+    trainer.fit(Task(), Data())
+    first = trainer.run_directory
+    with pytest.raises(CheckpointError):
+        trainer.fit(Task(), Data(), ckpt_path=tmp_path / "nothing")
+    assert trainer.run_directory == first
+    assert first.is_dir()
 
 
 def test_fit_resumes_from_ckpt_path(tmp_path):
