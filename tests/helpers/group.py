@@ -113,7 +113,9 @@ def _work(rank, world, folder, pipe):
         timeout=timedelta(seconds=LIMIT_S),
     )  # fmt: skip
     with open(folder / f"stacks-{rank}", "w") as stacks:
+        os.dup2(stacks.fileno(), sys.stderr.fileno())
         faulthandler.enable(stacks)
+        torch._C._set_print_stack_traces_on_fatal_signal(True)  # of all threads, with the frames of C++
         faulthandler.register(signal.SIGUSR1, stacks)
         pipe.send("ready")
         imported = 0
