@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lumen.task.running_trainer import AnyTrainer
     from lumen.task.task_module import TaskModule
 
+_PARQUET_FLOATS = torch.float16, torch.float32, torch.float64
 _MAX_GROUP_ROWS, _MAX_GROUP_BYTES = 1 << 14, 1 << 23  # Size of a row group, which Parquet readers load at once.
 
 
@@ -30,7 +31,8 @@ class ParquetFile:
     """Parquet file that is written in row groups of 16,384 rows, or of 8 MiB if that is less.
 
     A tensor with dimensions besides the samples becomes a column of lists, nested like the dimensions. The lengths of
-    the lists may differ from batch to batch. Numbers keep their dtypes; bfloat16, which Parquet lacks, becomes float32.
+    the lists may differ from batch to batch. Numbers keep their dtypes; bfloat16 and float8, which Parquet lacks, become
+    float32.
 
     Args:
         path: The file to write. Until the file is complete, it has a name that begins with a dot, in the same
@@ -69,7 +71,7 @@ class ParquetFile:
             self._write_row_group()
 
     def _make_column(self, tensor: torch.Tensor) -> Any:
-        tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        tensor = tensor.float() if tensor.is_floating_point() and tensor.dtype not in _PARQUET_FLOATS else tensor
         column = self._pyarrow.array(tensor.reshape(-1).numpy())
         for axis in range(tensor.dim() - 1, 0, -1):
             places = np.arange(tensor.shape[:axis].numel() + 1, dtype=np.int32) * tensor.shape[axis]
@@ -241,6 +243,7 @@ class PredictionWriter(BasePredictionWriter):
                 f"PredictionWriter: predict_step returned a tensor named {min(taken)!r}, but {self.format} files "
                 f"already have a {min(taken)}. Rename the tensor."
             )
+        _check_tensors(self.format, named)
         if self.format == "safetensors":
             self._write_tensors(named, batch_indices, f"predictions-{dataloader_idx}-{batch_idx:08d}.safetensors")
             return
@@ -282,6 +285,18 @@ def _name_tensors(prediction: Any) -> dict[str, torch.Tensor]:
             "dictionary or list of tensors; for other results write a subclass of BasePredictionWriter."
         )
     return found
+
+
+def _check_tensors(format: str, named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that the format cannot hold."""
+    for name, tensor in named.items():
+        if tensor.layout is not torch.strided:
+            found, instead = f"layout {tensor.layout}", f"{name}.to_dense()"
+        elif tensor.is_complex() and (format != "safetensors" or tensor.dtype != torch.complex64):
+            found, instead = f"dtype {tensor.dtype}", f"torch.view_as_real({name})"
+        else:
+            continue
+        raise DataError(f"PredictionWriter: {format} files cannot hold {name} of {found}. Return {instead}.")
 
 
 def _check_rows(format: str, named: Mapping[str, torch.Tensor], indices: list[int] | None) -> None:

@@ -1,5 +1,6 @@
 """Predictions: each process writes its own, each sample once with its index, and memory need not hold them."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -183,6 +184,35 @@ def test_what_cannot_be_written_is_refused(tmp_path):
         predict(tmp_path, lumen.PredictionWriter(tmp_path / "out"))
     with pytest.raises(ConfigError, match="format"):
         lumen.PredictionWriter(tmp_path / "out", "csv")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("convert", "instead"),
+    [
+        (torch.Tensor.to_sparse, "prediction.to_dense()"),
+        (lambda tensor: tensor.to(torch.complex128), "torch.view_as_real(prediction)"),
+    ],
+)
+def test_tensors_without_file_format_are_refused(tmp_path, form, convert, instead):
+    class Converts(lumen.TaskModule):
+        def predict_step(self, batch):
+            return convert(batch[0])
+
+    with pytest.raises(DataError, match=re.escape(f"{form} files cannot hold prediction of ")) as error:
+        predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", form), task=Converts())
+    assert str(error.value).endswith(f"Return {instead}.")
+    assert not [*(tmp_path / "out").iterdir()]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "jsonl", "parquet"])
+def test_numbers_of_one_byte_are_written(tmp_path, form):
+    class Short(lumen.TaskModule):
+        def predict_step(self, batch):
+            return batch[0].float().to(torch.float8_e4m3fn)
+
+    predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", form), task=Short())
+    assert [*(tmp_path / "out").iterdir()]
 
 
 @pytest.mark.parametrize(
