@@ -243,7 +243,7 @@ class Float16(Precision):
         """Make the autocast context and a gradient scaler for a device."""
         self._context = _DtypeErrorContext(torch.autocast(device.type, torch.float16), "fp16", torch.float16)
         self._scaler = torch.amp.GradScaler(device.type, init_scale=self._init_scale, **self._growth_settings)
-        self._scale = self._init_scale
+        self._scale, self._has_gradients = self._init_scale, True
         self._skipped_in_a_row = self.skipped_updates = 0
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -256,7 +256,10 @@ class Float16(Precision):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale and note whether any overflowed."""
-        self._scaler.unscale_(optimizer)
+        groups = optimizer.param_groups
+        self._has_gradients = any(parameter.grad is not None for group in groups for parameter in group["params"])
+        if self._has_gradients:  # Torch's scaler cannot step otherwise.
+            self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters unless gradients overflowed; then adapt the scale.
@@ -264,6 +267,9 @@ class Float16(Precision):
         Raises:
             NonFiniteLoss: The scale fell below 1, so the gradients are not finite at any scale.
         """
+        if not self._has_gradients:
+            optimizer.step()
+            return True
         self._scaler.step(optimizer)
         self._scaler.update()
         before, self._scale = self._scale, self._scaler.get_scale()
@@ -280,8 +286,9 @@ class Float16(Precision):
 
     def skip_update(self, optimizer: Optimizer) -> None:
         """Adapt the scale as after an update."""
-        self._scaler.update()
-        self._scale = self._scaler.get_scale()
+        if self._has_gradients:
+            self._scaler.update()
+            self._scale = self._scaler.get_scale()
 
     def _count_skipped_update(self, scale: float) -> None:
         self.skipped_updates += 1

@@ -120,6 +120,44 @@ def test_float16_scale_equals_torch_grad_scaler(tmp_path):
     assert precision.skipped_updates == 2
 
 
+class Skipping(Regression):
+    """Task whose optimizer has no gradients in every other step."""
+
+    def __init__(self):
+        super().__init__()
+        self.untrained = nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        return self.untrained(torch.ones(1, 1)).sum() if batch_idx % 2 else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+
+class SkipsUpdate(lumen.Callback):
+    """Callback that skips the fourth update."""
+
+    calls = 0
+
+    def on_before_optimizer_step(self, trainer, task, optimizer):
+        self.calls += 1
+        if self.calls == 4:
+            trainer.skip_update()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_step_without_gradients_changes_no_scale(tmp_path, skips):
+    noted, trained = Scales(), []
+    for precision in ("fp32", Float16(growth_interval=1, init_scale=4.0)):
+        task, callbacks = Skipping(), [SkipsUpdate()] if skips else []
+        callbacks += [] if precision == "fp32" else [noted]
+        fit(tmp_path, task, loader(48), max_epochs=1, precision=precision, callbacks=callbacks)
+        trained.append(weights(task))
+    assert noted.scales == [8.0, 8.0, 16.0, 16.0, 32.0, 32.0]
+    torch.testing.assert_close(*trained, rtol=0.05, atol=0.02)
+
+
 def test_each_run_starts_with_the_initial_scale(tmp_path):
     precision = Float16(init_scale=64.0, growth_interval=1)
     for _ in range(2):
