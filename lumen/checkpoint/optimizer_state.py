@@ -203,12 +203,16 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
 
     Raises:
         CheckpointError: An entry cannot be saved; the message names the entry.
+        ConfigError: A group was added to one of several optimizers.
     """
     names, optimizers, groups = (
         map_parameter_names(model),
         find_optimizers(optimizer),
         get_group_names(model, optimizer),
     )
+    for each in optimizers.values():
+        if isinstance(each, MultiOptimizer):
+            each.check_groups()
     capture = _StateEncoder(names, names if keeps_unknown_state(optimizer) else {}, tensors)
     values = capture.encode_groups(optimizer, "group ")
     captured = {

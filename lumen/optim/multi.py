@@ -69,11 +69,7 @@ class MultiOptimizer(Optimizer):
         Raises:
             ConfigError: A group was added or removed after the optimizers were combined.
         """
-        if [*map(id, self.param_groups)] != [*map(id, _join_groups(self.optimizers))]:
-            raise ConfigError(
-                "MultiOptimizer: parameter groups were added or replaced since it was built. Add them to the "
-                "optimizers before it is built of them, and load states with its own load_state_dict."
-            )
+        self.check_groups()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -81,6 +77,20 @@ class MultiOptimizer(Optimizer):
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
+
+    def check_groups(self) -> None:
+        """Check that the optimizers inside still have the groups with which they were combined.
+
+        Raises:
+            ConfigError: A group was added or removed.
+        """
+        if [*map(id, self.param_groups)] != [*map(id, _join_groups(self.optimizers))]:
+            raise ConfigError(
+                "several optimizers: parameter groups were added or replaced after configure_optimizers or "
+                "MultiOptimizer combined the optimizers, so Lumen cannot step or save all groups. Give the optimizers "
+                "all groups when you build them, and load states with the load_state_dict of MultiOptimizer. To train "
+                "a group later, set requires_grad of its parameters to False until then."
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the states of the optimizers inside.

@@ -106,6 +106,34 @@ def test_foreign_parameter_is_rejected_before_training_it(tmp_path):
     assert trainer.global_step == 2
 
 
+class AddsGroup(Regression):
+    """Task that trains two layers with one optimizer each, and adds the rest to the second one later."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([self.net[0].weight], lr=0.1), torch.optim.SGD([self.net[3].weight], lr=0.1)]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch)
+        first, second = self.optimizers()
+        if batch_idx == 2:
+            second.add_param_group({"params": [self.net[0].bias], "lr": 0.2})
+        self.manual_backward(loss)
+        for each in (first, second):
+            each.step()
+            each.zero_grad()
+
+
+def test_group_added_to_several_optimizers_is_refused(tmp_path):
+    quiet_trainer(tmp_path, max_steps=5, enable_checkpointing=False).fit(AddsGroup(), loader())
+    trainer = quiet_trainer(tmp_path, max_steps=5)
+    with pytest.raises(ConfigError, match="parameter groups were added .* save all groups"):
+        trainer.fit(AddsGroup(), loader())
+
+
 # ---------------------------------------------------------------------- optimizers of the user
 
 
