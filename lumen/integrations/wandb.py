@@ -112,7 +112,7 @@ class WandbLogger(Service):
         running.define_metric(_STEP)
         running.define_metric("*", step_metric=_STEP, step_sync=True)
         for module, options in self._watched:
-            running.watch(module, **options)
+            self._watch(module, options)
         return str(running.id)
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
@@ -173,9 +173,14 @@ class WandbLogger(Service):
             log_graph: Record the module's graph too.
         """
         options = {"log": log, "log_freq": log_freq, "log_graph": log_graph}
-        self._watched.append((model, options))
+        self._watched = [each for each in self._watched if each[0] is not model] + [(model, options)]
         if self.is_open:
-            self._writer.watch(model, **options)
+            self._watch(model, options)
+
+    def _watch(self, module: Any, options: dict[str, Any]) -> None:
+        for part in module.modules():  # `unwatch` leaves this mark, with which `watch` refuses a module.
+            vars(part).pop("_wandb_watch_called", None)
+        self._writer.watch(module, **options)
 
     @property
     def name(self) -> str | None:

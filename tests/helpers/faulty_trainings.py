@@ -144,7 +144,19 @@ class Labelled(lumen.DataModule):
             return DataLoader(TensorDataset(inputs[self.samples - 20 :], labels[self.samples - 20 :]), 8)
         if self.mistake == "copies":
             return DataLoader(TensorDataset(inputs[self.samples :], labels[self.samples :]), 8)
+        if self.mistake == "long":
+            return DataLoader(Long(inputs[self.samples :], labels[self.samples :]), 8)
         return DataLoader(Subset(self.all, range(self.samples, 2 * self.samples)), 8)
+
+
+class Long(TensorDataset):
+    """Data set with more samples than memory holds numbers."""
+
+    def __len__(self):
+        return 90_000_000_000
+
+    def __getitem__(self, index):
+        return super().__getitem__(index % super().__len__())
 
 
 class Slow(Dataset):

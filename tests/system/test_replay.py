@@ -20,9 +20,17 @@ CONFIG = {
 }  # fmt: skip
 
 
+SCHEDULE = {"class_path": "GradientAccumulationScheduler", "init_args": {"scheduling": {0: 2}}}
+
+
+@pytest.mark.parametrize(
+    "accumulation",
+    [{}, pytest.param({"accumulate_grad_batches": 1, "callbacks": [SCHEDULE]}, marks=pytest.mark.slow)],
+    ids=["setting", "callback"],
+)
 @pytest.mark.usefixtures("program_directory")
-def test_one_process_replays_micro_batches_of_two(tmp_path, capsys):
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(CONFIG))
+def test_one_process_replays_micro_batches_of_two(tmp_path, capsys, accumulation):
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(CONFIG | {"trainer": CONFIG["trainer"] | accumulation}))
     subprocess.run([sys.executable, "-m", "lumen", "fit", "--config", "line.yaml"], check=True, capture_output=True)
     main(["replay", "runs/line", "--step=2"])
     out = capsys.readouterr().out

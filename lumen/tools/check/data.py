@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 from collections.abc import Sequence
 from itertools import takewhile
@@ -185,8 +186,8 @@ def check_leaks(report: CheckReport, run: Run, max_samples: int) -> None:
 
 def _compare_datasets(report: CheckReport, training: Any, validation: Any, max_samples: int) -> None:
     (base, train_indices), (val_base, val_indices) = _unwrap_subset(training), _unwrap_subset(validation)
-    if base is val_base and train_indices & val_indices:
-        _report_overlap(report, len(train_indices & val_indices), len(val_indices), "by their index in the dataset")
+    if base is val_base and (shared := _count_shared(train_indices, val_indices)):
+        _report_overlap(report, shared, len(val_indices), "by their index in the dataset")
     elif base is val_base:
         report.add("data", "ok", "leak", f"none of {len(val_indices):,} validation samples is a training sample")
     else:
@@ -198,14 +199,23 @@ def _compare_datasets(report: CheckReport, training: Any, validation: Any, max_s
             )
 
 
-def _unwrap_subset(dataset: Any) -> tuple[Any, set[int]]:
+def _unwrap_subset(dataset: Any) -> tuple[Any, Sequence[int]]:
     """Return the dataset below nested `Subset`s, and the indices of the samples in it."""
     indices: Sequence[int] | None = None
     while isinstance(dataset, Subset):
         outer = [int(each) for each in dataset.indices]
         indices = outer if indices is None else [outer[number] for number in indices]
         dataset = dataset.dataset
-    return dataset, set(range(get_length(dataset) or 0) if indices is None else indices)
+    return dataset, range(get_length(dataset) or 0) if indices is None else indices
+
+
+def _count_shared(indices: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of indices that occur in both, without a copy of a whole dataset's range."""
+    if isinstance(indices, range) and isinstance(others, range):
+        return min(len(indices), len(others))
+    known, rest = (others, indices) if isinstance(others, range) else (indices, others)
+    known = known if isinstance(known, range) else {*known}
+    return sum(each in known for each in {*rest})
 
 
 def _compare_contents(report: CheckReport, training: Dataset[Any], validation: Dataset[Any], max_samples: int) -> None:
@@ -238,8 +248,9 @@ def _report_overlap(report: CheckReport, count: int, total: int, method: str) ->
 
 def _digest_samples(dataset: Any, max_samples: int) -> list[bytes]:
     """Return digests of random samples of a dataset, as many as `_BUDGET_S` seconds allow."""
-    end_s, order = time.perf_counter() + _BUDGET_S, np.random.default_rng(0).permutation(get_length(dataset) or 0)
-    numbers = takewhile(lambda _: time.perf_counter() <= end_s, order[:max_samples].tolist())
+    end_s, length = time.perf_counter() + _BUDGET_S, get_length(dataset) or 0
+    drawn = random.Random(0).sample(range(length), min(max_samples, length))
+    numbers = takewhile(lambda _: time.perf_counter() <= end_s, drawn)
     return [_digest_sample(dataset[number]) for number in numbers]
 
 

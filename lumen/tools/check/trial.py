@@ -21,7 +21,14 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lumen.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, get_checkpoint_callbacks
+from lumen.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    Timer,
+    get_checkpoint_callbacks,
+)
 from lumen.checkpoint import check_savable
 from lumen.console import logger
 from lumen.errors import DataError
@@ -391,7 +398,8 @@ def _is_last(trainer: Trainer) -> bool:
     return bool(trainer.num_training_batches != float("inf") and trainer.is_last_batch)
 
 
-_EXCLUDED_CALLBACKS = (*SIDE_EFFECT_CALLBACKS, BatchSizeFinder, LearningRateFinder, Timer)
+# The plan has the numbers of a GradientAccumulationScheduler already.
+_EXCLUDED_CALLBACKS = (*SIDE_EFFECT_CALLBACKS, BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer)
 
 
 @final

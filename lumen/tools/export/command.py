@@ -64,6 +64,11 @@ def run(words: list[str]) -> int:
     if more_sources and arguments.average:
         count = len(arguments.source)
         raise ConfigError(f"--average {arguments.average}: expected one source, found {count}. Leave --average out.")
+    if more_sources and arguments.which != "last":
+        raise ConfigError(
+            "--which best: expected one source. To average the best checkpoints of several runs, write the paths of "
+            "the checkpoints. --average best:3 averages the best three checkpoints of one run."
+        )
     average: Any = arguments.source if more_sources else arguments.average
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     settings: dict[str, Any] = {

@@ -256,8 +256,8 @@ class Rerun:
                 f"the run used {processes} processes, but this training uses one: sums are rounded in a different order"
             )
             if trainer.get("global_batch_size") is None:
-                setting = trainer.get("accumulate_grad_batches", 1)
-                times = setting if isinstance(setting, dict) else {0: setting}
+                setting = _pop_schedule(trainer["callbacks"]) or trainer.get("accumulate_grad_batches", 1)
+                times = {0: 1} | setting if isinstance(setting, dict) else {0: setting}
                 trainer["accumulate_grad_batches"] = {epoch: processes * each for epoch, each in times.items()}
         if trainer.get("max_steps") is None and trainer.get("max_epochs") is None:
             trainer["max_epochs"] = 1 << 30
@@ -290,6 +290,14 @@ def _list_files(checkpoint: PurePath) -> dict[str, str]:
 def _get_class_name(callback: Any) -> str:
     name = callback.get("class_path", "") if isinstance(callback, dict) else callback or ""
     return str(name).rpartition(".")[2]
+
+
+def _pop_schedule(callbacks: list[Any]) -> dict[int, int] | None:
+    """Remove the `GradientAccumulationScheduler` of a config, and return its schedule; None without one."""
+    for number, each in enumerate(callbacks):
+        if _get_class_name(each) == "GradientAccumulationScheduler":
+            return dict(callbacks.pop(number)["init_args"]["scheduling"])
+    return None
 
 
 def _is_left_out(callback: Any) -> bool:

@@ -103,6 +103,11 @@ def test_training_samples_in_validation_are_counted(check_settings, mistake, tol
     assert found.code == 0  # without --strict
 
 
+def test_large_dataset_is_compared_by_few_samples(check_settings):
+    found = check_settings("--samples", "30", "--trainer.limit_val_batches=2", of_data={"mistake": "long"})
+    assert "30 validation samples compared with 30 of 80 training samples" in found.text("leak")
+
+
 def test_how_many_samples_were_compared_is_said(check_settings):
     found = check_settings("--samples", "30", of_data={"mistake": "copies"})
     assert "30 validation samples compared with 30 of 80 training samples" in found.text("leak")
@@ -213,6 +218,12 @@ def test_steps_account_for_several_processes(check_settings):
     facts = check_settings(devices=2, strategy="ddp").facts
     assert (facts["steps"], facts["processes"]) == (10, 2)
     assert check_settings(devices=2, global_batch_size=8).suspicious == {"global_batch_size.processes"}
+
+
+def test_accumulation_schedule_is_checked_on_several_processes(check_settings):
+    schedule = {"class_path": "GradientAccumulationScheduler", "init_args": {"scheduling": {0: 2}}}
+    facts = check_settings(devices=2, strategy="ddp", callbacks=[schedule]).facts
+    assert facts["steps"] == check_settings(devices=2, strategy="ddp", accumulate_grad_batches=2).facts["steps"] == 6
 
 
 def test_output_fits_80_columns_without_user_output(check_settings, tmp_path, capsys):
