@@ -183,6 +183,20 @@ def test_afterwards_a_task_can_be_copied_and_pickled(tmp_path):
         assert task.copied[0](inputs).shape == inputs.shape
 
 
+def test_copy_of_compiled_task_uses_its_own_weights(tmp_path):
+    class Copying(Stack):
+        def on_train_end(self):
+            self.copied = [copy.deepcopy(self)]
+
+    task = Copying()
+    fit(tmp_path, task, compile={"backend": "eager", "blocks": False})
+    (copied,), inputs = task.copied, torch.randn(3, FEATURES)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert not copied(inputs).any()
+
+
 @pytest.mark.slow
 def test_a_forward_that_logs_is_compiled_around_it(tmp_path):
     class Logging(Stack):
