@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import yaml
-from jsonargparse import Namespace, set_loader
+from jsonargparse import Namespace, set_dumper, set_loader
 
 from lumen.callbacks import Callback
 from lumen.cli import print_error, strip_launcher_words
@@ -55,6 +55,7 @@ from lumen.trainer.logs import LogSettings, log_to_console
 from lumen.trainer.trainer import Trainer
 
 set_loader("yaml", load_yaml, (yaml.YAMLError,))
+set_dumper("yaml", dump_yaml)  # jsonargparse reads what it has dumped, so both must quote and unquote alike
 
 
 class CLI(LightningAttributeErrors):
@@ -295,8 +296,8 @@ class CLI(LightningAttributeErrors):
         self._arguments = self._command_options.add_to(
             parser, command, schedulers, skip=self.subcommands()[command] if command else ()
         )
-        self.add_arguments_to_parser(parser)
         parser.set_defaults(self._script)
+        self.add_arguments_to_parser(parser)
         return parser
 
     @property

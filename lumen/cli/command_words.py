@@ -17,6 +17,7 @@ from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import expand_path, suggest_names
 from lumen.errors.lightning_names import NOT_IN_CLI
+from lumen.trainer.run_directory import RunDirectory
 
 _PRINT_CONFIG_FLAGS = {"skip_default": "default", "skip_unset": "unset", "skip_null": "unset"}
 _FIXED_SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -122,8 +123,10 @@ def _parse_print_config_flags(texts: list[str]) -> set[str] | None:
 
 def find_run_config(checkpoint: str | None) -> list[str]:
     """Return the saved config of the run to which a checkpoint's or run's path belongs; empty if no config is found."""
-    path = None if checkpoint is None else expand_path(checkpoint)
-    places = [] if path is None else [path, *path.absolute().parents[:2]]
+    if checkpoint in (None, "last", "best"):
+        return []
+    path = expand_path(str(checkpoint))
+    places = [path, *(place for place in path.absolute().parents[:2] if RunDirectory.was_claimed(place))]
     return [str(place / "config.yaml") for place in places if (place / "config.yaml").is_file()][:1]
 
 

@@ -12,7 +12,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, final
 
-import yaml
 from jsonargparse import (  # type: ignore[attr-defined]
     ActionConfigFile,
     ArgumentError,
@@ -30,7 +29,7 @@ from lumen.cli.commands import LOOPS
 from lumen.cli.config_layers import NODE, Tree, is_class, merge, nest_value
 from lumen.cli.interpolation import escape_references, put_references
 from lumen.cli.optimization import LookaheadOptions, ParameterGroups, Schedule
-from lumen.cli.yaml_text import dump_yaml
+from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.errors import ConfigError
 from lumen.internals.atomic_files import write_private
 from lumen.internals.masking import References, mask_secrets
@@ -249,7 +248,7 @@ class OptionParser(ArgumentParser):
             config: The settings of the command.
             skip_unset: True to omit settings whose value is None.
         """
-        record: dict[str, Any] = yaml.safe_load(super().dump(config, skip_unset=skip_unset))
+        record: dict[str, Any] = load_yaml(super().dump(config, skip_unset=skip_unset))
         if (several := record.get("lr_scheduler")) and "class_path" not in several:
             record["lr_scheduler"] = list(several.values())
         record = escape_references(record)

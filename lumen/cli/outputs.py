@@ -205,9 +205,12 @@ def _as_plain(value: Any) -> Any:
 
 
 def _join_batches(batches: list[Any]) -> dict[str, torch.Tensor]:
+    if not batches:
+        raise DataError("there are no predictions to write to a .safetensors file. Write a .jsonl file.")
     named = [batch if isinstance(batch, dict) else {"predictions": batch} for batch in batches]
+    names = dict.fromkeys(chain.from_iterable(named))
     try:
-        return {name: torch.cat([batch[name].cpu() for batch in named]) for name in named[0]}
+        return {name: torch.cat([batch[name].cpu() for batch in named]) for name in names}
     except (AttributeError, KeyError, RuntimeError) as error:
         raise DataError(
             f"cannot join the predictions of all batches for a .safetensors file: {error}. Write a .jsonl file."

@@ -397,6 +397,20 @@ def test_trainer_defaults_may_be_settings_or_objects():
     assert without.trainer.loggers == []
 
 
+class Defaults(lumen.CLI):
+    """Command line with defaults of its own."""
+
+    def add_arguments_to_parser(self, parser):
+        parser.set_defaults({"trainer.max_steps": 3, "seed_everything": 7})
+
+
+def test_set_defaults_override_the_arguments_of_cli():
+    options = {"trainer_defaults": {"max_steps": 2}, "seed_everything_default": 1}
+    made = Defaults(Line, Points, args=["fit", "--trainer.enable_progress_bar=false"], **options)
+    assert made.trainer.global_step == 3
+    assert read_saved_config()["seed_everything"] == 7
+
+
 class Mine(lumen.Trainer):
     """Trainer of a script with another argument."""
 

@@ -816,6 +816,28 @@ def test_predicted_tensors_are_written_as_lines_or_joined(capsys):
     assert rows == [{"x": x, "y": y} for x, y in zip(named["x"].tolist(), named["y"].tolist(), strict=True)]
 
 
+def test_predictions_with_different_names_are_not_joined(capsys):
+    write_config(
+        "more.py",
+        "from tests.helpers.cli_tasks import Line\n\n"
+        "class More(Line):\n    def predict_step(self, batch, batch_idx):\n"
+        "        return {'a': batch[0], 'b': batch[0]} if batch_idx else {'a': batch[0]}\n",
+    )
+    predict = ["predict", "--config", "line.yaml", "--model=more.More", "--output", "all.safetensors"]
+    assert main(predict) == 1
+    assert "cannot join the predictions of all batches" in capsys.readouterr().err
+    assert main([*predict, "--trainer.limit_predict_batches=0"]) == 1
+    assert "there are no predictions to write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["best", "last", "line.safetensors"])
+def test_config_of_working_directory_is_no_runs(capsys, place):
+    Path("line.yaml").rename("config.yaml")
+    Path("line.safetensors").touch()
+    assert main(["validate", "--ckpt_path", place]) == 2
+    assert "model" in capsys.readouterr().err
+
+
 def test_every_subcommand_takes_the_saved_config():
     fit("--optimizer=SGD", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.9", "--trainer.resume", "auto")
     for command in ("validate", "test", "predict"):

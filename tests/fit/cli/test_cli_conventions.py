@@ -221,7 +221,7 @@ def test_fit_options_with_other_names_are_suggested(catch_error):
 # ---------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("text", ["x:", "3", "a: b", "[1", "15:00"])
+@pytest.mark.parametrize("text", ["x:", "3", "a: b", "[1", "15:00", "08", "7e10", "1e3"])
 def test_text_stays_text(print_config, text):
     assert print_config("--model.label", text)["model"]["init_args"]["label"] == text
 
