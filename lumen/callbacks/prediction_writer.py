@@ -31,8 +31,8 @@ class ParquetFile:
     """Parquet file that is written in row groups of 16,384 rows, or of 8 MiB if that is less.
 
     A tensor with dimensions besides the samples becomes a column of lists, nested like the dimensions. The lengths of
-    the lists may differ from batch to batch. Numbers keep their dtypes; bfloat16 and float8, which Parquet lacks, become
-    float32.
+    the lists may differ from batch to batch. Numbers keep their dtypes; bfloat16 and float8 become float32, because
+    Parquet lacks them.
 
     Args:
         path: The file to write. Until the file is complete, it has a name that begins with a dot, in the same

@@ -399,7 +399,9 @@ def _is_last(trainer: Trainer) -> bool:
 
 
 # The plan has the numbers of a GradientAccumulationScheduler already.
-_EXCLUDED_CALLBACKS = (*SIDE_EFFECT_CALLBACKS, BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer)
+_EXCLUDED_CALLBACKS = (
+    *SIDE_EFFECT_CALLBACKS, BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer,
+)  # fmt: skip
 
 
 @final
