@@ -38,6 +38,21 @@ class NullWriter:
     def __setitem__(self, key: Any, value: Any) -> None:
         """Do nothing, as for `experiment.config["lr"] = 0.1`."""
 
+    def __getitem__(self, key: Any) -> NullWriter:
+        """Return this object, as for `experiment.config["lr"]`."""
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield nothing."""
+        return iter(())
+
+    def __enter__(self) -> NullWriter:
+        """Begin nothing, as for `with experiment.train():`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End nothing."""
+
 
 @final
 class DeferredWriter:
@@ -79,6 +94,10 @@ class DeferredWriter:
         )
 
     __fspath__ = __str__
+
+    def __getitem__(self, key: Any) -> Any:
+        """Refuse to read a value, as `__str__` does."""
+        return str(self)
 
     def replay(self, writer: Any) -> None:
         """Make the kept calls."""
@@ -126,7 +145,8 @@ def explain_wrong_calls(method: Callable[..., None]) -> Callable[..., None]:
             given = dict(signature.bind_partial(self, *args, **kwargs).arguments)
             if "step" in signature.parameters and given.get("step") is None:
                 given["step"] = 0 if self.progress is None else self.progress.step
-            operator.index(signature.bind(**given).arguments.get("step", 0))
+            if (step := signature.bind(**given).arguments.get("step")) is not None:
+                given["step"] = operator.index(step)
         except TypeError as error:
             raise ConfigError(
                 f"{type(self).__name__}.{name}: {error}. Write {right_call}. For other features of the library, use "

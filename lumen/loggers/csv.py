@@ -10,6 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, final
 
+import numpy as np
+import torch
+
+from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments, check_column
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.internals.atomic_files import explain_write_errors, replace_file
@@ -163,7 +167,8 @@ class CSVLogger(RunDirectoryLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | str = "") -> None:
         """Write a row to `metrics.csv`; rows of user code may omit the epoch."""
         if self._tables:
-            self._tables["metrics.csv"].append({"step": step, "epoch": epoch, **metrics})
+            numbers = {name: _as_number(name, value) for name, value in metrics.items()}
+            self._tables["metrics.csv"].append({"step": step, "epoch": epoch, **numbers})
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
         """Write a row to `system.csv`."""
@@ -194,3 +199,21 @@ class CSVLogger(RunDirectoryLogger):
             table.write_pending()
             table.close()
         self._tables = {}
+
+
+def _as_number(name: str, value: Any) -> Any:
+    """Return the number in a tensor or an array of one element; other values as they are.
+
+    Raises:
+        ConfigError: The name is that of a column of Lumen's, or the value has several elements.
+    """
+    if name in _PLACES:
+        raise ConfigError(f"CSVLogger.log_metrics: {name} is a column of its own. Rename the value, or pass step=...")
+    if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value
+    if np.prod(value.shape) != 1:
+        raise ConfigError(
+            f"CSVLogger.log_metrics: {name} has shape {tuple(value.shape)}; expected one number. Log value.mean(), or "
+            "each element under a name of its own."
+        )
+    return value.item()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -46,6 +46,7 @@ class Profiler(ABC):
     _run: Run | None = None
     _directory: Path | None = None
     _stage = ""
+    _stack: Sequence[tuple[str, Any]] = ()  # name and data of each part in progress, innermost last
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath = None if dirpath is None else expand_path(dirpath)
@@ -74,9 +75,14 @@ class Profiler(ABC):
 
     @contextmanager
     def _profiled(self, action_name: str) -> Iterator[None]:
+        depth = len(self._stack)
         self.start(action_name)
         try:
             yield
+        except BaseException:
+            for name, _ in reversed(self._stack[depth + 1 :]):  # The code has failed before it ended these parts.
+                self.stop(name)
+            raise
         finally:
             self.stop(action_name)
 

@@ -109,12 +109,9 @@ class SimpleProfiler(Profiler):
     @contextmanager
     def part(self, name: str, calls: int = 1) -> Iterator[None]:
         """Measure a part within the context, with a number of calls to count."""
-        self.start(name)
-        self._stack[-1][1][0].calls += calls - 1
-        try:
+        with self._profiled(name):
+            self._stack[-1][1][0].calls += calls - 1
             yield
-        finally:
-            self.stop(name)
 
     def step(self) -> None:
         """Count a step; in an evaluation, a batch."""

@@ -129,6 +129,7 @@ class TorchProfiler(Profiler):
         """Start recording a run."""
         super().begin(run, directory)
         self._steps = self._traces = 0
+        self._newest = ""
         activities = [ProfilerActivity.CPU]
         if run.strategy.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib import metadata
@@ -20,6 +20,7 @@ from lumen.console import logger
 from lumen.errors import ConfigError
 from lumen.internals.atomic_files import write_private
 from lumen.internals.masking import mask_words
+from lumen.loggers import Logger
 from lumen.random import preserve_generators
 from lumen.strategies import Strategy
 from lumen.task.data_module import DataModule
@@ -110,8 +111,8 @@ def _describe_software() -> dict[str, Any]:
 
 
 _turn_lock = threading.RLock()
-#: Tasks and strategies of the thread's open runs; each later run is inside a hook of the run before.
-_open: list[tuple[TaskModule, Strategy]] = []
+#: Tasks, strategies and loggers of the thread's open runs; each later run is inside a hook of the run before.
+_open: list[tuple[TaskModule, Strategy, Sequence[Logger]]] = []
 
 
 def _reset_after_fork() -> None:
@@ -126,7 +127,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 @contextmanager
 def take_process_turn(
-    task: TaskModule, datamodule: DataModule | None, strategy: Strategy, *, trains: bool
+    task: TaskModule, datamodule: DataModule | None, strategy: Strategy, loggers: Sequence[Logger], *, trains: bool
 ) -> Iterator[None]:
     """Hold the lock for a run within the context: no other thread of this process can have a run.
 
@@ -137,10 +138,11 @@ def take_process_turn(
         task: The task that the run trains or evaluates.
         datamodule: The data module of the run, or None.
         strategy: The strategy of the run.
+        loggers: The loggers of the run that the user has passed.
         trains: True for a run of `fit`, which needs gradients, even inside a hook of an evaluation.
 
     Raises:
-        ConfigError: The task or the strategy is already in a run.
+        ConfigError: The task, the strategy or a logger is already in a run.
     """
     if not _turn_lock.acquire(blocking=False):
         logger.warning(
@@ -152,16 +154,22 @@ def take_process_turn(
         _turn_lock.acquire()
     with ExitStack() as closing:
         closing.callback(_turn_lock.release)
-        if any(other is task for other, _ in _open):
+        if any(other is task for other, *_ in _open):
             raise ConfigError(
                 f"this {type(task).__name__} is in a run of another Trainer. Pass a copy to the inner run: "
                 "copy.deepcopy(task)."
             )
-        if any(other is strategy for _, other in _open):
+        if any(other is strategy for _, other, _ in _open):
             raise ConfigError(
                 "the strategy is in a run of another Trainer, whose task it holds. Pass a copy to "
                 "the inner Trainer: copy.copy(strategy)."
             )
+        for each in loggers:
+            if any(each is other for *_, others in _open for other in others):
+                raise ConfigError(
+                    f"the {type(each).__name__} is in a run of another Trainer, whose record it writes. Pass a new "
+                    "logger to the inner Trainer, or logger=False."
+                )
         attached = None if datamodule is None else datamodule._run
         if _open:
             closing.enter_context(preserve_generators())
@@ -171,6 +179,6 @@ def take_process_turn(
             closing.enter_context(torch.inference_mode(False))
             closing.enter_context(torch.enable_grad())
             make_trainable(task)
-        _open.append((task, strategy))
+        _open.append((task, strategy, loggers))
         closing.callback(_open.pop)
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -213,9 +213,10 @@ def _count_shared(indices: Sequence[int], others: Sequence[int]) -> int:
     """Return the number of indices that occur in both, without a copy of a whole dataset's range."""
     if isinstance(indices, range) and isinstance(others, range):
         return min(len(indices), len(others))
-    known, rest = (others, indices) if isinstance(others, range) else (indices, others)
-    known = known if isinstance(known, range) else {*known}
-    return sum(each in known for each in {*rest})
+    if isinstance(others, range):
+        indices, others = others, indices
+    known: Collection[int] = indices if isinstance(indices, range) else {*indices}
+    return sum(each in known for each in {*others})
 
 
 def _compare_contents(report: CheckReport, training: Dataset[Any], validation: Dataset[Any], max_samples: int) -> None:

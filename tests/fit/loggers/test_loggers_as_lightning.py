@@ -146,12 +146,27 @@ def test_hyperparameters_given_before_fit_are_recorded(tmp_path, parameters):
     assert record.Tags()["tensors"] == ["note/text_summary"]
 
 
+@pytest.mark.slow
+def test_wandb_watches_a_task_in_each_run(tmp_path):
+    logger, task = lumen.WandbLogger(project="p", offline=True), Regression()
+    logger.watch(task, log_freq=1)
+    trainer = fit(logger, task)
+    directories = [trainer.run_directory]
+    trainer.validate(task, loader())
+    logger.watch(task, log_freq=1)
+    trainer.fit(task, loader())
+    for directory in (*directories, trainer.run_directory):
+        assert any(name.startswith("gradients/") for name in read_wandb(directory))
+
+
 def test_wandb_calls_before_fit_wait_for_fit(tmp_path):
     logger = lumen.WandbLogger(project="p", offline=True)
     logger.experiment.config.update({"a": 1})
     logger.experiment.config["b"] = 2
     logger.experiment.notes = "early"
     logger.log_hyperparams(argparse.Namespace(c=3))
+    with pytest.raises(ConfigError, match=r"WandbLogger\.experiment\.config has no value before fit"):
+        logger.experiment.config["b"]
     with pytest.raises(ConfigError, match=r"WandbLogger\.experiment\.id has no value before fit\. Read it in on_fit"):
         f"checkpoints/{logger.experiment.id}"
     directory = fit(logger).run_directory

@@ -4,13 +4,53 @@ import os
 import signal
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
+import torch
 
 import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError
+from lumen.loggers.base import NullWriter
 from tests.helpers.services import of_csv
+from tests.helpers.tables import read_rows
 from tests.helpers.tasks import Regression, loader, quiet_trainer
+
+
+class LogsRows(Regression):
+    """Task that gives the CSV logger values of its own."""
+
+    def __init__(self, metrics):
+        super().__init__()
+        self.metrics = metrics
+
+    def on_train_end(self):
+        self.trainer.loggers[0].log_metrics(self.metrics, torch.tensor(3))
+
+
+def test_csv_logger_writes_numbers_in_tensors(tmp_path):
+    values = {"a": torch.tensor(0.1, requires_grad=True), "b": np.float32(0.5), "c": torch.tensor([2]), "d": 1}
+    trainer = quiet_trainer(tmp_path, max_steps=1, logger=[lumen.CSVLogger()])
+    trainer.fit(LogsRows(values), loader())
+    *_, last = read_rows(trainer.run_directory / "metrics.csv")
+    expected = {"step": "3", "a": repr(torch.tensor(0.1).item()), "b": "0.5", "c": "2", "d": "1"}
+    assert {name: text for name, text in last.items() if text} == expected
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [({"a": torch.ones(2)}, r"a has shape \(2,\); expected one number"), ({"epoch": 1}, "epoch is a column of its own")],
+)
+def test_csv_logger_refuses_what_is_no_number(tmp_path, metrics, message):
+    with pytest.raises(ConfigError, match=message):
+        quiet_trainer(tmp_path, max_steps=1, logger=[lumen.CSVLogger()]).fit(LogsRows(metrics), loader())
+
+
+def test_writer_of_other_processes_accepts_every_use():
+    writer = NullWriter()
+    with writer.train() as inner:
+        assert inner.config["lr"] is writer
+    assert list(writer.history) == []
 
 
 class Ported(lumen.Logger):

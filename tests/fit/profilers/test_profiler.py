@@ -486,6 +486,7 @@ def test_torch_profiler_takes_file_schedule_and_handler(tmp_path):
     (done,) = ready
     assert [each.count for each in done.key_averages() if each.key == "training_step"] == [2]
     assert "training_step" in (tmp_path / "out/fit-operators.txt").read_text()
+    trainer.validate(Regression(), loader(8, 8))  # too short to record
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["fit-operators.txt"]
 
 
@@ -650,6 +651,21 @@ def test_what_was_not_started_cannot_end(kind):
         profiler.stop("a")
     profiler.stop("b")
     profiler.stop("a")
+
+
+@pytest.mark.parametrize("kind", [lumen.SimpleProfiler, lumen.AdvancedProfiler, lumen.TorchProfiler])
+def test_error_between_start_and_stop_is_kept(tmp_path, kind):
+    class Fails(Regression):
+        def training_step(self, batch):
+            with self.trainer.profiler.profile("outer"):
+                self.trainer.profiler.start("inner")
+                raise RuntimeError("broken")
+
+    profiler = kind()
+    with pytest.raises(RuntimeError, match="broken"):
+        quiet_trainer(tmp_path, max_steps=1, profiler=profiler).fit(Fails(), loader())
+    with pytest.raises(ConfigError, match="no part is in progress"):
+        profiler.stop("inner")
 
 
 def test_a_profiler_written_for_lightning_measures_a_run(tmp_path, capsys):

@@ -103,6 +103,8 @@ def test_running_task_is_rejected_but_not_its_copy(tmp_path):
     class Testing(lumen.Callback):
         def on_train_end(self, trainer, task):
             other = bare_trainer(tmp_path)
+            with pytest.raises(ConfigError, match="the CSVLogger is in a run of another Trainer"):
+                bare_trainer(tmp_path, logger=trainer.loggers).validate(Regression(), loader(8))
             with pytest.raises(ConfigError, match="the strategy is in a run of another Trainer"):
                 bare_trainer(tmp_path, strategy=trainer.strategy).validate(Regression(), loader(8))
             with pytest.raises(ConfigError, match=r"this Regression is in a run of another Trainer. .*copy.deepcopy"):
@@ -110,7 +112,8 @@ def test_running_task_is_rejected_but_not_its_copy(tmp_path):
             assert other.validate(copy.deepcopy(task), loader(16, 8))
             assert task.trainer is trainer
 
-    bare_trainer(tmp_path, max_steps=1, callbacks=[Testing()]).fit(Regression(), loader())
+    options = {"callbacks": [Testing()], "logger": [lumen.CSVLogger()]}
+    bare_trainer(tmp_path, max_steps=1, **options).fit(Regression(), loader())
 
 
 def test_a_hook_without_gradients_may_train(tmp_path):
