@@ -69,8 +69,11 @@ class RayTrainReportCallback(Callback):
         self._is_leaving: Any = None  # the last preemption that Ray has announced
         self._saves = False
 
-    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Report the end of the previous step, whose checkpoint is saved by now."""
+    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Any) -> None:
+        """Report the end of the previous step, whose checkpoint is saved by now.
+
+        All workers call this hook at each step, also those without a batch, and Ray waits for the reports of all.
+        """
         epoch, step = self._reported_step
         every, now = self.every_n_train_steps, trainer.global_step
         if trainer.current_epoch != epoch or (every and now != step and now % every == 0):

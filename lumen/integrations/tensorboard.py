@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from lumen.console import logger as _log
 from lumen.data.nested import move_batch
+from lumen.distributed.dtensor import is_sharded
 from lumen.errors import ConfigError
 from lumen.errors.arguments import check_arguments
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
@@ -128,8 +130,8 @@ class TensorBoardLogger(RunDirectoryLogger):
         Hyperparameters given before `fit` are written once `fit` begins. `metrics` are values to log at this step; one
         number is named "hp_metric".
 
-        TensorBoard's dashboard shows one value per hyperparameter and run. If a resumed run has changed
-        hyperparameters, they are written as a text named "hyperparameters".
+        TensorBoard's dashboard shows one value per hyperparameter and run. Values of later calls that are new or
+        changed, also those of a resumed run, are written as a text named "hyperparameters".
         """
         if metrics is not None:
             self.log_metrics(metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics})
@@ -139,15 +141,17 @@ class TensorBoardLogger(RunDirectoryLogger):
             self._before_fit |= plain
             return
         plain = self._before_fit | plain
-        before, self._hyperparameters = self._hyperparameters, plain
+        before, self._hyperparameters = self._hyperparameters, (self._hyperparameters or {}) | plain
         if before is None:
             if plain:
                 self.experiment.add_hyperparameters(plain)
             return
-        pairs = {name: (str(before.get(name)), str(plain.get(name))) for name in before | plain}
+        pairs = {name: (str(before[name]), str(value)) for name, value in plain.items() if name in before}
         changed = [f"* `{name}`: {old} → {new}" for name, (old, new) in pairs.items() if old != new]
-        if changed:
-            self.log_text("hyperparameters", "\n".join(["changed:", "", *changed]), self._step)
+        added = [f"* `{name}`: {value}" for name, value in plain.items() if name not in before]
+        lines = [*(["changed:", "", *changed] if changed else []), *(["added:", "", *added] if added else [])]
+        if lines:
+            self.log_text("hyperparameters", "\n".join(lines), self._step)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Write the graph of a module, which runs in eval mode; without `input_array` only if `log_graph` is set."""
@@ -159,6 +163,13 @@ class TensorBoardLogger(RunDirectoryLogger):
                 f"TensorBoardLogger(log_graph=True): {type(model).__name__} has no example_input_array. Set "
                 "self.example_input_array in __init__ of the task, to a tensor or a tuple of the arguments of forward."
             )
+        if any(map(is_sharded, model.parameters())):
+            _log.warning(  # Only this process has the logger, so an error would leave the others waiting.
+                "TensorBoardLogger wrote no graph, because the parameters of %s are sharded and only the first process "
+                "would compute the graph. Record the graph in a run with strategy: auto and devices: 1",
+                type(model).__name__,
+            )
+            return
         device = next((each.device for each in model.parameters()), None)
         modes = [(module, module.training) for module in model.modules()]
         with preserve_generators(), torch.no_grad(), warnings.catch_warnings():

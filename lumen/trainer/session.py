@@ -215,9 +215,7 @@ def open_run(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_load
 def wait_for_turn(session: Session) -> AbstractContextManager[Any]:
     """Wait until no other thread of this process has a run."""
     trainer = session.trainer
-    return take_process_turn(
-        session.task, session.datamodule, trainer.strategy, trainer.loggers, trains=session.trains
-    )
+    return take_process_turn(session.task, session.datamodule, trainer.strategy, trainer.loggers, trains=session.trains)
 
 
 @contextmanager

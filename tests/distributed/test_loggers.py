@@ -4,6 +4,7 @@ import csv
 import io
 
 import pytest
+import torch
 
 import lumen
 from lumen.errors import ConfigError
@@ -11,7 +12,7 @@ from lumen.run.records import RunRecords
 from tests.helpers.group import catch_message
 from tests.helpers.loggers import fit, read_table
 from tests.helpers.services import of_csv, read_wandb
-from tests.helpers.tasks import Regression, loader, quiet_trainer
+from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 
 class BreakingOff(lumen.Callback):
@@ -55,6 +56,23 @@ def broken_off_and_resumed(folder, later):
             fit(folder, **options, callbacks=[saver, breaking_off])
         trainer = fit(folder, **options, callbacks=[saver])
     return getattr(breaking_off, "written", None), (trainer.run_directory / "metrics.csv").read_text()
+
+
+def test_sharded_model_is_trained_without_its_graph(group, tmp_path):
+    assert group(2).run(record_graph, tmp_path) == [1, 1]
+    assert (
+        "wrote no graph, because the parameters of Regression are sharded"
+        in (tmp_path / "runs/run/run.log").read_text()
+    )
+
+
+def record_graph(folder):
+    task = Regression()
+    task.example_input_array = torch.zeros(1, FEATURES)
+    options = {"logger": lumen.TensorBoardLogger(log_graph=True), "log_level": "WARNING"}
+    trainer = quiet_trainer(folder, strategy="fsdp", max_steps=1, **options)
+    trainer.fit(task, loader())
+    return trainer.global_step
 
 
 # ---------------------------------------------------------------------- services

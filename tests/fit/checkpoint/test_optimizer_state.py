@@ -130,7 +130,7 @@ class AddsGroup(Regression):
 def test_group_added_to_several_optimizers_is_refused(tmp_path):
     quiet_trainer(tmp_path, max_steps=5, enable_checkpointing=False).fit(AddsGroup(), loader())
     trainer = quiet_trainer(tmp_path, max_steps=5)
-    with pytest.raises(ConfigError, match="parameter groups were added .* save all groups"):
+    with pytest.raises(ConfigError, match=r"parameter groups were added .* save all groups"):
         trainer.fit(AddsGroup(), loader())
 
 

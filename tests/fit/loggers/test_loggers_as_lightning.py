@@ -146,6 +146,19 @@ def test_hyperparameters_given_before_fit_are_recorded(tmp_path, parameters):
     assert record.Tags()["tensors"] == ["note/text_summary"]
 
 
+def test_hyperparameters_of_a_hook_are_added(tmp_path):
+    class Notes(Regression):
+        def on_train_start(self):
+            self.logger.log_hyperparams({"width": 3})
+
+    logger = lumen.TensorBoardLogger()
+    directory = fit(logger, Notes(lr=0.1)).run_directory
+    record = EventAccumulator(str(directory / "tensorboard")).Reload()
+    (event,) = record.Tensors("hyperparameters/text_summary")
+    assert event.tensor_proto.string_val[0].decode() == "added:\n\n* `width`: 3"
+    assert logger.state_dict()["hyperparameters"].items() >= {"model.lr": 0.1, "width": 3}.items()
+
+
 @pytest.mark.slow
 def test_wandb_watches_a_task_in_each_run(tmp_path):
     logger, task = lumen.WandbLogger(project="p", offline=True), Regression()

@@ -39,7 +39,10 @@ def test_csv_logger_writes_numbers_in_tensors(tmp_path):
 
 @pytest.mark.parametrize(
     ("metrics", "message"),
-    [({"a": torch.ones(2)}, r"a has shape \(2,\); expected one number"), ({"epoch": 1}, "epoch is a column of its own")],
+    [
+        ({"a": torch.ones(2)}, r"a has shape \(2,\); expected one number"),
+        ({"epoch": 1}, "epoch is a column of its own"),
+    ],
 )
 def test_csv_logger_refuses_what_is_no_number(tmp_path, metrics, message):
     with pytest.raises(ConfigError, match=message):
