@@ -111,8 +111,8 @@ def collate(samples: Sequence[dict]) -> dict:
         ``names``, a list of strings. ``objects``, float32 of shape ``(batch, longest, 1, 28, 28)``, padded with
         zeros. ``object_mask``, bool of shape ``(batch, longest)``, True for padding. ``captions``, a list of strings
         and None. ``tokens``, int64 of shape ``(batch, words + 2)``: captions with start and end tokens, padded with
-        0; only a start token for a row without a caption. ``weight``, an int: the number of tokens to
-        predict, computed here so that no step waits for the device.
+        0; only a start token for a row without a caption. ``weights``, a list of ints: the number of tokens to
+        predict of each row, computed here so that no step waits for the device.
     """
     objects = [sample["objects"] for sample in samples]
     lengths = torch.tensor([len(row) for row in objects])
@@ -124,7 +124,7 @@ def collate(samples: Sequence[dict]) -> dict:
         "object_mask": torch.arange(max(lengths)) >= lengths[:, None],
         "captions": captions,
         "tokens": pad_sequence(tokens, batch_first=True, padding_value=PAD),
-        "weight": sum(len(row) - 1 for row in tokens if row[1] != PAD),
+        "weights": [0 if row[1] == PAD else len(row) - 1 for row in tokens],
     }
 
 

@@ -43,7 +43,7 @@ class MaskedNames(lumen.TaskModule):
     def training_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of the hidden letters, and their number as the weight."""
         loss, count = self.loss(batch)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, weight=count)
         return loss, count
 
     def validation_step(self, batch: Batch) -> None:

@@ -85,13 +85,13 @@ class Captioner(lumen.TaskModule):
         tokens = batch["tokens"]
         logits = self.write(self.look(batch["objects"]), batch["object_mask"], tokens[:, :-1])
         total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=PAD, reduction="sum")
-        return total / max(1, batch["weight"])
+        return total / max(1, sum(batch["weights"]))
 
     def training_step(self, batch: dict) -> tuple[Tensor, int]:
         """Return the loss, and its number of tokens as the weight of the micro-batch in the step."""
         loss = self.token_loss(batch)
-        self.log("train_loss", loss, weight=batch["weight"])
-        return loss, batch["weight"]
+        self.log("train_loss", loss, weight=sum(batch["weights"]))
+        return loss, sum(batch["weights"])
 
     def validation_step(self, batch: dict, batch_idx: int) -> None:
         """Log loss and accuracy, and a picture of the first rows with their predicted captions."""
@@ -111,7 +111,7 @@ class Captioner(lumen.TaskModule):
         right = [
             ours == caption for ours, caption in zip(predicted, batch["captions"], strict=True) if caption is not None
         ]
-        self.log(f"{part}_loss", self.token_loss(batch), weight=batch["weight"], prog_bar=True)
+        self.log(f"{part}_loss", self.token_loss(batch), weight=sum(batch["weights"]), prog_bar=True)
         self.log(f"{part}_right", sum(right) / max(1, len(right)), weight=len(right), prog_bar=True)
         return predicted
 

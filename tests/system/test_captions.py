@@ -78,7 +78,7 @@ def test_a_batch_is_padded_and_says_where():
         [START, PAD, PAD, PAD, PAD],
         [START, one, nine, END, PAD],
     ]
-    assert batch["weight"] == 4 + 3
+    assert batch["weights"] == [4, 0, 3]
 
 
 def test_words_and_numbers_are_translated_both_ways():
