@@ -223,12 +223,15 @@ class Service(Logger):
         known = json.loads(place.read_text())["id"] if place.exists() else None
         kept = known if self._is_resumed else None
         self._id = self.connect(self._directory, kept)
-        if known not in (None, self._id):
-            self.abandon(known)
         if kept is None:
             with replace_file(place) as new_path:
                 new_path.write_text(json.dumps({"id": self._id}) + "\n")
         self.is_open = True
+        if known not in (None, self._id):
+            try:
+                self.abandon(known)
+            except Exception as error:  # The user may have removed the run, or uses a different server now.
+                _log.warning("%s cannot mark the previous run %s as ended: %s", self.title, known, error)
         if self._before_fit:
             self.attempt(self.send_hyperparams, self._before_fit)
         self.attempt(self._deferred.replay, self._writer)

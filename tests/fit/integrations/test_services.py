@@ -126,6 +126,17 @@ def test_restarted_run_leaves_the_previous_one_killed(tmp_path, database_uri):
     assert [step for step, _ in read_mlflow(database_uri, second.info.run_id)["loss"]] == [1, 2, 3]
 
 
+def test_restart_needs_no_previous_run_in_service(tmp_path, database_uri, caplog):
+    options = {"max_steps": 3, "resume": "auto", "logger": "mlflow", "enable_checkpointing": False}
+    fit(tmp_path, **options)
+    (first,) = list_mlflow_runs(database_uri)
+    make_mlflow_client(database_uri).delete_run(first.info.run_id)
+    trainer = fit(tmp_path, **options, log_level="WARNING")
+    assert f"MLflow cannot mark the previous run {first.info.run_id} as ended" in caplog.text
+    (second,) = list_mlflow_runs(database_uri)
+    assert json.loads((trainer.run_directory / "mlflow.json").read_text()) == {"id": second.info.run_id}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_mlflow_catches_up_after_an_outage(tmp_path, database_uri, caplog, synchronous):

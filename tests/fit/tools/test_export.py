@@ -426,6 +426,7 @@ def test_where_nothing_is_whole_that_is_said(catch_error):
         (["step-1", "--whhich=x"], "lumen export has no option --whhich. Did you mean --which?", 2),
         (["step-1", "step-2"], "step-2 does not exist. Give a checkpoint, a run, or safetensors files.", 1),
         (["step-1", "step-1", "--average", "EMA"], "--average EMA: expected one source, found 2.", 2),
+        (["step-1", "step-1", "--which", "best"], "--which best: expected one source.", 2),
         ([], "the following arguments are required: CHECKPOINT_OR_RUN. Usage: lumen export", 2),
     ],
 )
