@@ -31,12 +31,10 @@ class Attached:
         self._run, self._trainer = run, trainer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the run, and without a compiled call, which would compute with this task's weights.
-
-        Copies and workers use this method.
-        """
-        left_out = "_run", "_trainer", "_compiled_call_impl"
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+        """Return the state without the run, for copies and for workers."""
+        # A module's own method leaves out its compiled call, which would compute with the weights of this module.
+        state: Any = super().__getstate__() or {}
+        return {name: value for name, value in state.items() if name not in ("_run", "_trainer")}
 
 
 class DataHooks:

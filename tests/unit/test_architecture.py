@@ -870,6 +870,7 @@ OTHERS = {
     "_asdict", "_fields", "_make", "_replace",  # named tuples
     "_distributed", "_ex_iterable",  # Hugging Face's data sets
     "_strip_protocol",  # fsspec
+    "_wandb_watch_called",  # Weights & Biases
     "_target_",  # Hydra
     "_current_frames", "_exit",  # sys and os, which document them
     "_actions", "_typehint",  # argparse and jsonargparse
