@@ -75,7 +75,8 @@ def _page(tmp_path):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    (tmp_path / "a.py").write_text("import lightning as L\nx = L.Trainer(gpus=2)")  # no line end
+    text = "import lightning as L\nx = L.Trainer(gpus=2), L.pytorch.cli.LightningCLI"  # no line end
+    (tmp_path / "a.py").write_text(text)
     (tmp_path / "c.yaml").write_text("trainer:\n  barebones: false\n  max_epochs: 1\n")
     (tmp_path / ".gitignore").write_text("ignored\n")
     (tmp_path / "ignored").mkdir()
@@ -102,7 +103,7 @@ def test_diff_is_a_patch_equal_to_write(project):
     git(project, "checkout", ".")
     assert run_migrate_write(".")[0] == 0
     assert texts(project) == patched
-    assert patched["a.py"] == 'import lumen\nx = lumen.Trainer(accelerator="gpu", devices=2)'
+    assert patched["a.py"] == 'import lumen\nx = lumen.Trainer(accelerator="gpu", devices=2), lumen.CLI'
     assert patched[["ignored", "b.py"][1]] == "import lightning\n"
 
 

@@ -178,7 +178,9 @@ def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
         change = get_change(owner, new, value)
         return change if change.arguments is not None else ArgumentChange({new: UNCHANGED}, change.sentence)
     neutral = getattr(kind, "NEUTRAL", {}).get(name, ())
-    if is_neutral_argument(kind, name, value) or (_is_off(value) and (value is None or not neutral)):
+    if is_neutral_argument(kind, name, value) or (
+        (note or neutral) and _is_off(value) and (value is None or not neutral)
+    ):
         return _REMOVED
     if not note or owner in _KEPT_CLASSES or name in TABLES["kept"].get(owner, "").split():
         return ArgumentChange(None, f"{name} of {owner}. {note or f'{owner} has no argument {name}.'}")

@@ -53,11 +53,12 @@ class ConfigEditor:
             folder: Name of the file's folder, which is a group of configs in Hydra.
         """
         for root in self._roots:
-            self._edit_top(root)
+            if self._classes.uses_cli:
+                self._edit_top(root)
             for node in _iterate_mappings(root):
                 self._edit_class(node)
             for name, owner, node in _iterate_named_mappings(root, folder):
-                edited_as_top = name == "trainer" and owner is root
+                edited_as_top = self._classes.uses_cli and name == "trainer" and owner is root
                 if name in groups and not edited_as_top and not {_TARGET, "class_path"} & {*_get_entries(node)}:
                     self._edit_arguments(node, groups[name])
         return self._source.apply_edits(), sorted(self._notes)
@@ -66,6 +67,7 @@ class ConfigEditor:
         self._notes[MigrationNote(node.start_mark.line + 1, sentence)] = None
 
     def _edit_top(self, root: yaml.MappingNode) -> None:
+        """Edit a config of LightningCLI."""
         keys = {key.value: value for key, value in root.value if isinstance(key, yaml.ScalarNode)}
         trainer = keys.get("trainer")
         if isinstance(trainer, yaml.MappingNode):

@@ -76,6 +76,10 @@ class ProjectClasses:
         while len(kinds := {each[0].name: kind for each in found if (kind := self.get_kind(*each))}) > len(self.kinds):
             self.kinds = kinds
         self._defined = {node.name: (node, names) for node, names in found}
+        #: True if code of the project names LightningCLI, or if the project has only configs.
+        self.uses_cli = not files or any(
+            "LightningCLI" in (get_last_name(node), getattr(node, "name", "")) for node, _ in nodes
+        )
         #: Name of the Lumen class by the group of its options in a command line.
         self.option_groups = {"trainer": "Trainer"}
         for node, names in nodes:

@@ -357,6 +357,31 @@ def test_config_groups_of_hydra_are_edited(tmp_path):
     assert "logger/own.yaml" not in found
 
 
+@pytest.mark.parametrize(
+    ("code", "is_edited"),
+    [
+        ("import lightning as L\nL.Trainer(devices=config['trainer']['gpus'])\n", False),
+        ("import lightning as L\nL.pytorch.cli.LightningCLI(Net)\n", True),
+        ("from lightning.pytorch.cli import LightningCLI as CLI\nclass Own(CLI): ...\n", True),
+    ],
+)
+def test_config_sections_need_a_cli(tmp_path, code, is_edited):
+    """Code of the project may read other configs, so their keys stay."""
+    (tmp_path / "main.py").write_text(code)
+    (tmp_path / "base.yaml").write_text("trainer: {gpus: 2, own: false}\nckpt_path: null\n")
+    edited = {each.path.name: each.after for each in migrate_project(tmp_path)}.get("base.yaml")
+    assert edited == ("trainer: {accelerator: gpu, devices: 2, own: false}\n" if is_edited else None)
+
+
+def test_unknown_arguments_that_are_off_stay():
+    text = "trainer: {own: false, other: null, amp_level: null, max_epochs: 3}\n"
+    after, notes = ConfigEditor(text).edit()
+    assert after == "trainer: {own: false, other: null, max_epochs: 3}\n"
+    assert [note.sentence for note in notes] == [
+        "other of Trainer. Trainer has no argument other.", "own of Trainer. Trainer has no argument own."
+    ]  # fmt: skip
+
+
 def test_rank_of_lightning_utilities_becomes_lumens(tmp_path):
     module = "lightning_utilities.core.rank_zero"
     check(
