@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import os
 import subprocess
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, final
@@ -15,7 +16,7 @@ import lumen
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.tools.migrate.names import FileNames, LumenName, find_new_name, get_short_name
-from lumen.tools.migrate.source import get_last_name
+from lumen.tools.migrate.source import Function, get_last_name
 
 _BASES = {
     lumen.TaskModule: "task",
@@ -85,10 +86,13 @@ class ProjectClasses:
         for node, names in nodes:
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_lightning_class_args":
                 self._record_options(node, names)
-        tasks = [node for node, names in found if self.get_kind(node, names) == "task"]
-        steps = [each for node in tasks for each in node.body if getattr(each, "name", "") == "training_step"]
-        #: Set of values over all training steps: True if the step returns a dictionary.
-        self.steps_return = {_returns_dictionary(each) for each in steps}
+        self._methods: defaultdict[str, list[tuple[Function, FileNames]]] = defaultdict(list)
+        for node, names in found:
+            for each in node.body:
+                if isinstance(each, Function):
+                    self._methods[each.name].append((each, names))
+        #: Kinds of the values that all training steps return: True for a dictionary, False if not, None if unknown.
+        self.steps_return = self._find_returned_kinds("training_step")
 
     def get_kind(self, node: ast.ClassDef, names: FileNames) -> str | None:
         """Return the kind of a class: task, data module, callback, cli, logger or trainer; None for other classes."""
@@ -116,6 +120,29 @@ class ProjectClasses:
             return _find_kind(find_new_name(self.reexported[short]))
         return self.kinds.get(short)
 
+    def _find_returned_kinds(self, name: str, callers: frozenset[str] = frozenset()) -> set[bool | None]:
+        """Return the kinds of the values that the methods of a name return, in all classes, which may override it."""
+        kinds: set[bool | None] = set()
+        for method, names in self._methods[name] if name not in callers else ():
+            values: defaultdict[str, list[ast.expr]] = defaultdict(list)
+            for node in ast.walk(method):
+                if isinstance(node, ast.Assign):
+                    for target in node.targets:
+                        values[getattr(target, "id", "")].append(node.value)
+            waiting = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
+            while waiting:
+                value = waiting.pop()
+                if isinstance(value, ast.IfExp):
+                    waiting += [value.body, value.orelse]
+                elif isinstance(value, ast.Name) and values[value.id]:
+                    waiting += values[value.id]
+                    values[value.id] = [ast.Constant(None)]  # The values of a name count once.
+                elif isinstance(value, ast.Call) and getattr(getattr(value.func, "value", None), "id", "") == "self":
+                    kinds |= self._find_returned_kinds(get_last_name(value.func), callers | {name})
+                elif value is not None and not (isinstance(value, ast.Constant) and value.value is None):
+                    kinds.add(_is_dictionary(value, names))
+        return kinds or {None}
+
     def is_own(self, full: str) -> bool:
         """Return True if an object is imported from a file of the project."""
         return full.startswith(".") or full.split(".")[0] in self._modules
@@ -137,14 +164,17 @@ def _find_kind(new: LumenName | None) -> str | None:
     return next((name for owner, name in _BASES.items() if inspect.isclass(kind) and issubclass(kind, owner)), None)
 
 
-def _returns_dictionary(step: ast.AST) -> bool:
-    """Return True if a function returns a dictionary literal or a `dict(...)` call, directly or by a name."""
-    returned = [node.value for node in ast.walk(step) if isinstance(node, ast.Return)]
-    names = {node.id for node in returned if isinstance(node, ast.Name)}
-    assigned = [node for node in ast.walk(step) if isinstance(node, ast.Assign)]
-    returned += [each.value for each in assigned if {getattr(target, "id", "") for target in each.targets} & names]
-    called = (getattr(getattr(each, "func", None), "id", "") for each in returned)
-    return any(isinstance(each, ast.Dict) for each in returned) or "dict" in called
+def _is_dictionary(node: ast.expr, names: FileNames) -> bool | None:
+    """Return True if a value is a dictionary, False if the value is a number or a tensor, and None if unknown."""
+    if isinstance(node, ast.Dict) or getattr(getattr(node, "func", None), "id", "") in ("dict", "OrderedDict"):
+        return True
+    if isinstance(node, ast.Call):
+        is_number = (names.get_full_name(node.func) or "").startswith("torch.")
+        is_number = is_number or get_last_name(node.func) in ("mean", "sum")
+    else:
+        is_number = isinstance(node, ast.Constant | ast.UnaryOp)
+        is_number = is_number or (isinstance(node, ast.BinOp) and not isinstance(node.op, ast.BitOr))
+    return False if is_number else None
 
 
 def list_files(path: Path) -> list[Path]:

@@ -105,7 +105,7 @@ class MethodEditor:
         last_kept, last = [*method.args.posonlyargs, *method.args.args][passed - 1], method.args.args[-1]
         self._source.replace(self._source.get_span(last_kept)[1], self._source.get_span(last)[1], "")
 
-    def check_key(self, node: ast.Subscript, function: Function | None, steps_return: set[bool]) -> None:
+    def check_key(self, node: ast.Subscript, function: Function | None, steps_return: set[bool | None]) -> None:
         """Edit or note a subscript of a checkpoint or of the output of a training step."""
         if function is None or not isinstance(node.value, ast.Name) or not isinstance(node.slice, ast.Constant):
             return
@@ -114,9 +114,9 @@ class MethodEditor:
         if function.name in ("on_save_checkpoint", "on_load_checkpoint") and owner in names and key in INSTEAD_OF_KEYS:
             self._note(node, f"checkpoint[{key!r}] does not exist. {INSTEAD_OF_KEYS[key]}")
         if function.name == "on_train_batch_end" and owner in names and key == "loss":
-            if True not in steps_return:
+            if steps_return == {False}:
                 self._source.replace_node(node, owner)
-            elif False in steps_return:
+            elif steps_return != {True}:
                 self._note(
                     node, "outputs is the value that training_step returned, which may be a loss and no dictionary."
                 )

@@ -175,8 +175,6 @@ CLASSES = [
      "def on_train_epoch_end(self, trainer, pl_module): ..."),
     ("callback", "def on_fit_end(self, trainer, net):\n    net.log('a', b, enable_graph=True)",
      "def on_fit_end(self, trainer, net):\n    net.log('a', b)"),
-    ("callback", "def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n    outputs['loss']",
-     "def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):\n    outputs"),
 ]  # fmt: skip
 
 YAML = [
@@ -401,15 +399,25 @@ def test_rank_of_lightning_utilities_becomes_lumens(tmp_path):
     ("returned", "after", "said"),
     [
         (["{'loss': 1}"], "o['loss']", False),
-        (["{'loss': 1}", "loss"], "o['loss']", True),
-        (["loss"], "o", False),
-        (["self.shared(b)"], "o", False),
+        (["{'loss': 1}", "a + b"], "o['loss']", True),
+        (["a + b", "F.mse_loss(a, b) if a else None"], "o", False),
+        (["loss"], "o['loss']", True),
+        (["self.absent(b)"], "o['loss']", True),
+        (["self.shared(b)\n    def shared(self, b):\n        out = {'loss': b}\n        return out"],
+         "o['loss']", False),
+        (["self.shared(b)\n    def shared(self, b):\n        loss = F.mse_loss(b, 1)\n        return loss"],
+         "o", False),
+        (["self.shared(b)\n    def shared(self, b):\n        return -b",
+          "self.again(b)\n    def shared(self, b):\n        return {}\n    again = shared"], "o['loss']", True),
+        ([], "o['loss']", True),
     ],
-)
+)  # fmt: skip
 def test_outputs_are_read_as_steps_return_them(tmp_path, returned, after, said):
+    """A callback's `outputs["loss"]` becomes `outputs` only if no step can return a dictionary."""
     step = "class A(L.LightningModule):\n    def training_step(self, b):\n        self.log_dict({})\n        return "
     hook = "class B(L.Callback):\n    def on_train_batch_end(self, t, m, o, *a):\n        "
-    text = "".join(["import lightning as L\n", *(f"{step}{each}\n" for each in returned), f"{hook}o['loss']\n"])
+    imports = "import lightning as L\nimport torch.nn.functional as F\n"
+    text = "".join([imports, *(f"{step}{each}\n" for each in returned), f"{hook}o['loss']\n"])
     edited, notes = migrate_text(tmp_path, text)
     assert edited.endswith(f"        {after}\n")
     assert any("a loss and no dictionary" in note for note in notes) == said
