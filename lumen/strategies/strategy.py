@@ -206,7 +206,9 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
             return value
         return move_batch(value, torch.device("cpu"))  # type: ignore[no-any-return]
 
-    def reduce(self, tensor: torch.Tensor, reduce_op: str = "sum", dst: int | None = None) -> torch.Tensor:
+    def reduce(
+        self, tensor: torch.Tensor, reduce_op: str = "sum", dst: int | None = None, group: None = None
+    ) -> torch.Tensor:
         """Return a tensor reduced over ranks, element by element. Collective: every rank must call this.
 
         Args:
@@ -214,10 +216,16 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
             reduce_op: "sum", "mean", "max", "min" or "prod"; equal on all ranks.
             dst: The rank that receives the result, equal on all ranks; other ranks get back their own tensor. None
                 sends the result to every rank.
+            group: Not supported: all processes take part.
 
         Raises:
-            ConfigError: The operation or the rank does not exist.
+            ConfigError: The operation or the rank does not exist, or `group` was given.
         """
+        if group is not None:
+            raise ConfigError(
+                "reduce: a group is given, but all processes take part. Leave group out, or call "
+                "torch.distributed.all_reduce."
+            )
         world = self.processes.world_size
         if reduce_op not in _REDUCTIONS or (dst is not None and dst not in range(world)):
             raise ConfigError(

@@ -843,7 +843,9 @@ def reduce_all(folder):
     operations = ("sum", "mean", "max", "min", "prod")
     to_all = {name: strategy.reduce(mine, name).tolist() for name in operations}
     to_one = {name: strategy.reduce(mine, reduce_op=name, dst=1).tolist() for name in operations}
-    assert to_all["sum"] == strategy.reduce(mine).tolist()
+    assert to_all["sum"] == strategy.reduce(mine).tolist() == strategy.reduce(mine, group=None).tolist()
+    with pytest.raises(ConfigError, match="reduce: a group is given, but all processes take part"):
+        strategy.reduce(mine, group=torch.distributed.group.WORLD)
     assert mine.tolist() == [[2.0, 1.0], [3.0, -2.0]][trainer.global_rank]
     for wrong in ({"reduce_op": "median"}, {"dst": 2}):
         with pytest.raises(ConfigError, match="reduce_op is one of sum, mean, max, min, prod, and dst a rank, 0 to 1"):
