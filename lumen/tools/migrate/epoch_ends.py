@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
+from lumen.tools.migrate.project import ProjectClasses
 from lumen.tools.migrate.source import NOTES, AddNote, EditableSource, Function, get_last_name
 
 #: For each hook: the hook that Lumen calls at the same moment, and the step of which Lightning collects the outputs.
@@ -42,25 +43,28 @@ class EpochEndEditor:
     Args:
         source: The text of the file.
         note: Function that records a note on a node.
+        classes: The classes of the project.
         used: Names that the project uses.
     """
 
-    def __init__(self, source: EditableSource, note: AddNote, used: frozenset[str]) -> None:
-        self._source, self._note, self._used = source, note, used
+    def __init__(self, source: EditableSource, note: AddNote, classes: ProjectClasses, used: frozenset[str]) -> None:
+        self._source, self._note, self._classes, self._used = source, note, classes, used
 
-    def edit(self, method: Function, methods: Mapping[str, Function]) -> bool:
+    def edit(self, method: Function, owner: ast.ClassDef) -> bool:
         """Rename a hook that does not read the outputs; move logged means into the step.
 
         Args:
             method: The hook, whose second parameter has the outputs.
-            methods: All methods of the class, by name.
+            owner: The definition of the class.
 
         Returns:
-            False if the hook is not edited, because its outputs have a different use or code of the project calls it.
+            False if the hook is not edited, because its outputs have a different use, code of the project calls it, or
+            a derived class has a step of its own, which would not log.
         """
         if method.name not in _COUNTERPARTS:
             return False
         hook, step_name = _COUNTERPARTS[method.name]
+        methods = {each.name: each for each in owner.body if isinstance(each, Function)}
         arguments = method.args
         is_plain = not (arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs)
         if hook in methods or method.name in self._used or not is_plain or len(arguments.args) != 2:
@@ -71,7 +75,8 @@ class EpochEndEditor:
             return True
         step = methods.get(step_name)
         logged = _MeanReader(self._source, outputs).read(method)
-        return step is not None and bool(logged) and self._log_in_step(method, step, logged)
+        has_own_step = self._classes.is_overridden(owner, step_name)
+        return step is not None and bool(logged) and not has_own_step and self._log_in_step(method, step, logged)
 
     def _rename(self, method: Function, hook: str) -> None:
         start = self._source.text.index(method.name, self._source.get_span(method)[0])

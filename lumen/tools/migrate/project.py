@@ -86,11 +86,11 @@ class ProjectClasses:
         for node, names in nodes:
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_lightning_class_args":
                 self._record_options(node, names)
-        self._methods: defaultdict[str, list[tuple[Function, FileNames]]] = defaultdict(list)
+        self._methods: defaultdict[str, list[tuple[Function, ast.ClassDef, FileNames]]] = defaultdict(list)
         for node, names in found:
             for each in node.body:
                 if isinstance(each, Function):
-                    self._methods[each.name].append((each, names))
+                    self._methods[each.name].append((each, node, names))
         #: Kinds of the values that all training steps return: True for a dictionary, False if not, None if unknown.
         self.steps_return = self._find_returned_kinds("training_step")
 
@@ -120,10 +120,27 @@ class ProjectClasses:
             return _find_kind(find_new_name(self.reexported[short]))
         return self.kinds.get(short)
 
+    def is_overridden(self, owner: ast.ClassDef, method: str) -> bool:
+        """Return True if a class that derives from a class, or may do so, defines a method."""
+        others = ((node, names) for _, node, names in self._methods[method] if node is not owner)
+        return any({owner.name, ""} & self._list_bases(*each) for each in others)
+
+    def _list_bases(self, node: ast.ClassDef, names: FileNames) -> set[str]:
+        """Return the names of all base classes, which include "" for a base that is not a name."""
+        found, waiting = set[str](), [(node, names)]
+        while waiting:
+            node, names = waiting.pop()
+            for base in node.bases:
+                short = get_short_name(names.get_full_name(base) or get_last_name(base))
+                if short not in found and short in self._defined:
+                    waiting.append(self._defined[short])
+                found.add(short)
+        return found
+
     def _find_returned_kinds(self, name: str, callers: frozenset[str] = frozenset()) -> set[bool | None]:
         """Return the kinds of the values that the methods of a name return, in all classes, which may override it."""
         kinds: set[bool | None] = set()
-        for method, names in self._methods[name] if name not in callers else ():
+        for method, _, names in self._methods[name] if name not in callers else ():
             values: defaultdict[str, list[ast.expr]] = defaultdict(list)
             for node in ast.walk(method):
                 if isinstance(node, ast.Assign):

@@ -39,11 +39,12 @@ class MethodEditor:
     Args:
         source: The text of the file.
         note: Function that records a note on a node.
+        classes: The classes of the project.
         used: Names that the project uses.
     """
 
-    def __init__(self, source: EditableSource, note: AddNote, used: frozenset[str]) -> None:
-        self._source, self._note, self._epoch_ends = source, note, EpochEndEditor(source, note, used)
+    def __init__(self, source: EditableSource, note: AddNote, classes: ProjectClasses, used: frozenset[str]) -> None:
+        self._source, self._note, self._epoch_ends = source, note, EpochEndEditor(source, note, classes, used)
 
     def edit_methods(self, owner: ast.ClassDef, kind: str) -> None:
         """Edit or note all methods of a class.
@@ -55,7 +56,7 @@ class MethodEditor:
         methods = {each.name: each for each in owner.body if isinstance(each, Function)}
         not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
         for name, method in methods.items():
-            if kind == "task" and self._epoch_ends.edit(method, methods):
+            if kind == "task" and self._epoch_ends.edit(method, owner):
                 continue
             if name in not_called:
                 self._note(method, f"Lumen does not call {name}. {not_called[name]}")
@@ -162,7 +163,7 @@ class FileEditor:
         self._file, self._names, self._classes, self._used = file, file.names, classes, used
         self._source = EditableSource(file.text)
         self._imports = ImportEditor(self._source, self._names, classes.reexported)
-        self._methods = MethodEditor(self._source, self._add_note, used)
+        self._methods = MethodEditor(self._source, self._add_note, classes, used)
         self._calls = CallEditor(self._source, self._add_line_note, self._get_object_class, calls_fit="fit" in used)
         self._notes: dict[MigrationNote, tuple[int, int] | None] = {}
         self._owners = [_Owner()]  # the classes around the present node

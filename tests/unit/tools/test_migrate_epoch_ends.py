@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lumen
+from lumen.tools.migrate.command import migrate_project
 from tests.helpers.migrate import migrate_text
 
 RENAMED = [
@@ -83,6 +84,31 @@ def test_other_uses_of_outputs_are_noted(tmp_path, step, hook):
     edited, notes = migrate_text(tmp_path, text)
     assert write_method("def training_epoch_end(self, outputs):", hook.split("\n")[0]).split("\n")[0] in edited
     assert any("Lumen does not call training_epoch_end" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("derived", "is_moved"),
+    [
+        (
+            "from a import A as Base\nclass B(Base):\n    def training_step(self, b, batch_idx):\n        return b",
+            False,
+        ),
+        ("from a import A\nclass A(A):\n    def training_step(self, b, batch_idx):\n        return b", False),
+        ("from a import A\nclass C(A): ...\nclass B(C):\n    def training_step(self, b): return b", False),
+        ("from a import A\nclass B(mix(A)):\n    def training_step(self, b): return b", False),
+        ("from a import A\nclass B(A):\n    def validation_step(self, b): ...", True),
+        ("import lightning as L\nclass B(L.LightningModule):\n    def training_step(self, b): return b", True),
+    ],
+)
+def test_means_stay_for_classes_with_own_steps(tmp_path, derived, is_moved):
+    step, hook, _ = MEANS[0]
+    head = "def training_step(self, b, batch_idx):"
+    text = write_task(write_method(head, step), write_method("def training_epoch_end(self, outputs):", hook))
+    (tmp_path / "a.py").write_text(text)
+    (tmp_path / "b.py").write_text(f"{derived}\n")
+    base, *_ = migrate_project(tmp_path)
+    assert ("def training_epoch_end" not in base.after) == is_moved
+    assert any("Lumen does not call training_epoch_end" in note.sentence for note in base.notes) == (not is_moved)
 
 
 def test_a_hook_that_the_project_calls_stays(tmp_path):
