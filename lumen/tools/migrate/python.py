@@ -27,6 +27,7 @@ from lumen.tools.migrate.names import (
 )
 from lumen.tools.migrate.project import ParsedFile, ProjectClasses
 from lumen.tools.migrate.source import NOTES, TABLES, AddNote, EditableSource, Function, MigrationNote, get_last_name
+from lumen.tools.migrate.texts import replace_requirements
 
 _REMOVED_ARGUMENTS = {"optimizer_idx", "on_tpu", "using_native_amp", "using_lbfgs"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -136,6 +137,8 @@ _CONFIG_NAME = re.compile("cfg|conf|args|opt|param|setting|flags", re.I)
 _OTHER_TRAINERS = ("accelerate", "ignite", "transformers", "trl")
 #: Functions that receive a class and its arguments.
 _CLASS_RECEIVERS = ("lazy_instance", "partial")
+#: Arguments of setuptools that list requirements.
+_REQUIREMENTS = ("extras_require", "install_requires", "setup_requires", "tests_require")
 _TRAINER_METHODS = ("fit", "validate", "test", "predict", "save_checkpoint")
 _SAME_ARGUMENTS = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
 
@@ -428,6 +431,8 @@ class FileEditor:
         is_own = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
         if is_own and short in _LOADERS and self._owners[-1].kind == "task" and short not in self._owners[-1].methods:
             self._add_note(node, NOTES["loader"].format(short, f"{short}s" if short != "train_dataloader" else short))
+        if short == "setup":
+            self._edit_requirements(node)
         if short == "set_defaults":
             for each in node.args:
                 if isinstance(each, ast.Dict):
@@ -439,6 +444,17 @@ class FileEditor:
         if short == "getLogger":
             self._edit_logger_name(node)
         return True
+
+    def _edit_requirements(self, node: ast.Call) -> None:
+        """Replace Lightning in the requirements that a call of setuptools receives."""
+        for keyword in node.keywords:
+            waiting: list[ast.AST] = [keyword.value] if keyword.arg in _REQUIREMENTS else []
+            for each in waiting:
+                if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                    self._source.replace_node(each, replace_requirements(self._source.get_text(each)))
+                parts = each.values if isinstance(each, ast.Dict) else ast.iter_child_nodes(each)
+                found = [*self._assigned.get(getattr(each, "id", ""), []), *parts]
+                waiting += [part for part in found if part not in waiting]
 
     def _note_unpacked(self, node: ast.Call, owner: str) -> None:
         """Note arguments of which the names are not in the call."""

@@ -36,6 +36,8 @@ _MENTIONS = {
 }
 #: The text before and after a requirement without a version, which has a line of its own or is an item of a list.
 _BEFORE, _AFTER = re.compile(r"(.*[\[,{=]|\s*-)?\s*([\w-]+::)?[\"']?"), re.compile(r"[\"']?\s*([],;}#=]|$)", re.M)
+#: The end of a command: `&&`, `||`, or the end of a line without a backslash.
+_COMMAND_END = re.compile(r"&&|\|\||(?<!\\)(?<!\\\r)\r?\n")
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.M | re.S)
 _CODE_NOTE = "code for Lightning is not edited. Edit the code by hand, as in the diff."
 _PACKAGE_NOTE = f"replace Lightning by {DISTRIBUTION}."
@@ -85,7 +87,7 @@ def _edit_requirements(source: EditableSource, path: PurePath, start: int, end: 
     for found in _REQUIREMENT.finditer(text, start, end):
         line_start = source.find_line_start(found.start())
         before = text[line_start : found.start()]
-        has_pip = "pip" in text[line_start : source.find_line_end(found.start())]
+        has_pip = "pip" in _COMMAND_END.split(text[: found.start()])[-1]
         is_item = found["version"] or found["extras"] or (
             _BEFORE.fullmatch(before) and _AFTER.match(text, found.end())
         )  # fmt: skip
@@ -108,7 +110,12 @@ def _edit_requirements(source: EditableSource, path: PurePath, start: int, end: 
 
 def edit_commands_of_pip(text: str) -> str:
     """Return a text whose commands of pip install Lumen in place of Lightning."""
-    return re.sub(r"pip install.*", lambda line: _REQUIREMENT.sub(DISTRIBUTION, line[0]), text)
+    return re.sub(r"pip install.*", lambda line: replace_requirements(line[0]), text)
+
+
+def replace_requirements(text: str) -> str:
+    """Return a list of requirements with Lumen in place of Lightning."""
+    return _REQUIREMENT.sub(DISTRIBUTION, text)
 
 
 def _iterate_spans(path: PurePath, text: str) -> Iterator[tuple[int, int]]:
