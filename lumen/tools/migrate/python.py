@@ -13,7 +13,7 @@ import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
 from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNING_PACKAGES, NOT_IN_CLI
-from lumen.task.hooks import HOOKS, NOT_CALLED
+from lumen.task.hooks import HOOKS, NOT_CALLED, OPTIMIZATION_METHODS
 from lumen.task.steps import REMOVED_ARGUMENTS
 from lumen.tools.migrate.arguments import METHODS, CallEditor, format_left_out
 from lumen.tools.migrate.epoch_ends import EpochEndEditor
@@ -86,6 +86,10 @@ class MethodEditor:
             return
         if method.name == "optimizer_step" and not _REMOVED_ARGUMENTS.isdisjoint(names):
             self._note(method, NOTES["optimizer_step"])
+        elif kind == "task" and method.name in OPTIMIZATION_METHODS and "optimizer_idx" in names:
+            ours = inspect.signature(getattr(lumen.TaskModule, method.name)).parameters.values()
+            kept = ", ".join(each.name for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD)
+            self._note(method, f"Lumen does not pass optimizer_idx to {method.name}: the arguments are ({kept}).")
         if method.name not in HOOKS or arguments.vararg is not None:
             return
         returned = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]

@@ -209,6 +209,22 @@ YAML = [
 SAID = [
     ("class A(L.LightningModule):\n    def validation_epoch_end(self, o):\n        f(o)", "on_validation_epoch_end"),
     ("class A(L.LightningModule):\n    def training_step(self, batch, batch_idx, optimizer_idx): ...", "optimizers()"),
+    (
+        "class A(L.LightningModule):\n    def lr_scheduler_step(self, scheduler, optimizer_idx, metric): ...",
+        "lr_scheduler_step: the arguments are (self, scheduler, metric).",
+    ),
+    (
+        "class A(L.LightningModule):\n    def configure_gradient_clipping(self, optimizer, optimizer_idx, a, b): ...",
+        "to configure_gradient_clipping: the arguments",
+    ),
+    (
+        "class A(L.LightningModule):\n    def optimizer_zero_grad(self, a, b, optimizer, optimizer_idx): ...",
+        "(self, epoch, batch_idx, optimizer)",
+    ),
+    (
+        "class A(L.LightningModule):\n    def backward(self, loss, optimizer, optimizer_idx): ...",
+        "does not pass optimizer_idx to backward: ",
+    ),
     ("class A(L.LightningModule):\n    def configure_sharded_model(self): ...", "configure_model"),
     ("class A(L.Callback):\n    def on_pretrain_routine_start(self, trainer, m): ...", "on_fit_start"),
     ("class A(L.LightningModule):\n    truncated_bptt_steps = 2", "Split the sequence"),
