@@ -377,13 +377,15 @@ class FileEditor:
     def _visit_Assign(self, node: ast.Assign) -> None:
         if self._owners[-1].kind == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
             self._methods.check_flag(node)
-        target = node.targets[0]
-        is_own = isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self"
-        if is_own and getattr(target, "attr", "") == "hparams" and self._owners[-1].kind in ("task", "data module"):
-            self._source.replace(self._source.get_span(node)[0], self._source.get_span(node.value)[0],
-                                 "self.save_hyperparameters(")  # fmt: skip
-            end = self._source.get_span(node)[1]
-            self._source.replace(end, end, ")")
+        names = [self._source.get_text(target) for target in node.targets]
+        if "self.hparams" in names and self._owners[-1].kind in ("task", "data module"):
+            if len(names) > 1:
+                self._add_note(node, NOTES["hparams"].format(self._source.get_text(node.value)))
+            else:
+                self._source.replace(self._source.get_span(node)[0], self._source.get_span(node.value)[0],
+                                     "self.save_hyperparameters(")  # fmt: skip
+                end = self._source.get_span(node)[1]
+                self._source.replace(end, end, ")")
         if node.value in self._unpacked and isinstance(node.value, ast.Call | ast.Dict):
             self._calls.edit_constructor(node.value, "Trainer", "Trainer")
 

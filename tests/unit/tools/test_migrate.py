@@ -76,6 +76,10 @@ IMPORTS = [
      'import logging\nimport lumen\nlogging.getLogger("lumen")'),
     ("from lightning.pytorch.tuner import Tuner\nTuner(t).scale_batch_size(m, method='fit', max_val=5)",
      "from lumen import Tuner\nTuner(t).scale_batch_size(m, method='fit')"),
+    ("from lightning.pytorch.utilities.model_summary import ModelSummary\nprint(ModelSummary(m, max_depth=2))",
+     "from lumen import summarize\nprint(summarize(m, max_depth=2))"),
+    ("from pytorch_lightning.core.memory import ModelSummary as S", "from lumen import summarize as S"),
+    ("from lightning.pytorch.callbacks.model_summary import ModelSummary", "from lumen import ModelSummary"),
     ("from lightning.pytorch.strategies import FSDPStrategy, DDPStrategy", "from lumen import FSDP, DDP"),
     ("import lightning as L\nprint(L.__version__)", "import lumen\nprint(lumen.__version__)"),
 ]  # fmt: skip
@@ -167,6 +171,10 @@ CALLS = [
 CLASSES = [
     ("task", "def step(self):\n    self.log('a', b, enable_graph=True, sync_dist=True)",
      "def step(self):\n    self.log('a', b, sync_dist=True)"),
+    ("task", "def __init__(self, a):\n    self.hparams = a",
+     "def __init__(self, a):\n    self.save_hyperparameters(a)"),
+    ("task", "def __init__(self, a):\n    self.hparams = self.a = a",
+     "def __init__(self, a):\n    self.hparams = self.a = a"),
     ("task", "def step(self):\n    self.log_dict(dictionary=a, enable_graph=True)",
      "def step(self):\n    self.log_dict(dictionary=a)"),
     ("task", "def on_train_batch_end(self, outputs, batch, batch_idx, unused): ...",
@@ -224,6 +232,10 @@ SAID = [
     (
         "class A(L.LightningModule):\n    def backward(self, loss, optimizer, optimizer_idx): ...",
         "does not pass optimizer_idx to backward: ",
+    ),
+    (
+        "class A(L.LightningModule):\n    def __init__(self, a):\n        self.a = self.hparams = a",
+        "Write self.save_hyperparameters(a)",
     ),
     ("class A(L.LightningModule):\n    def configure_sharded_model(self): ...", "configure_model"),
     ("class A(L.Callback):\n    def on_pretrain_routine_start(self, trainer, m): ...", "on_fit_start"),
