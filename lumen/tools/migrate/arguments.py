@@ -54,7 +54,7 @@ _REMOVED, _NO_CHANGE = ArgumentChange({}), ArgumentChange()
 
 
 _KEPT_CLASSES = ("FSDP",)
-_DDP_NAMES = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find_unused_parameters_false")
+_DDP_NAMES = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_find_unused_parameters_false")
 
 
 def _make_flag_change(on: Mapping[str, Any]) -> Callable[[Any], ArgumentChange]:
@@ -66,6 +66,8 @@ def _change_strategy(value: Any) -> ArgumentChange:
     name = value.lower() if isinstance(value, str) else ""
     if name in ("ddp_find_unused_parameters_true", "ddp_notebook_find_unused_parameters_true"):
         return ArgumentChange(None, NOTES["unused"])
+    if name == "ddp_cpu":
+        return ArgumentChange({"strategy": "ddp", "accelerator": "cpu"})
     if name.startswith(_DDP_NAMES) or name in ("fsdp_native", "fsdp_cpu_offload"):
         return ArgumentChange({"strategy": name[: 4 if name.startswith("fsdp") else 3]})
     if name.startswith("deepspeed"):
@@ -86,8 +88,10 @@ def _change_accelerator(value: Any) -> ArgumentChange:
 def _change_gpus(value: Any) -> ArgumentChange:
     if value is UNKNOWN:
         return ArgumentChange({"accelerator": "gpu", "devices": UNCHANGED}, NOTES["gpus"])
-    if value in (None, 0, "0", []):
+    if value is None:
         return _REMOVED
+    if value in (0, "0", []):
+        return ArgumentChange({"accelerator": "cpu"})
     devices = _change_devices(value)
     return ArgumentChange({"accelerator": "gpu", **(devices.arguments or {"devices": value})}, devices.sentence)
 
