@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, final
 
@@ -191,6 +191,32 @@ def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
     return ArgumentChange({}, format_left_out(f"{name} of {owner}", note))
 
 
+def get_changes(owner: str, values: Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, ArgumentChange]:
+    """Return the changes of all arguments of a constructor, which give no new argument twice.
+
+    Args:
+        owner: Name of the class in `lumen`.
+        values: Values of the arguments by their names in Lightning, or `UNKNOWN`.
+        given: Names of new arguments that other edits give.
+    """
+    changes = {name: get_change(owner, name, value) for name, value in values.items()}
+    if owner == "Trainer" and values.get("gpus") not in (None, 0, "0", []) and "num_processes" in changes:
+        changes["num_processes"] = _REMOVED  # Lightning reads num_processes only without GPUs.
+    # A name that has a value in the source is kept, and a replacement overrides None.
+    kept = {name for name, change in changes.items() if change.arguments is None or name in change.arguments}
+    taken = {*given, *kept}
+    taken -= {name for name, value in values.items() if value is None}
+    for name, change in changes.items():
+        if change.arguments is not None:
+            added = {key: new for key, new in change.arguments.items() if key == name or key not in taken}
+            changes[name] = change._replace(arguments=added)
+            taken |= {*added}
+    for name in [name for name, value in values.items() if value is None and name in taken]:
+        if changes[name].arguments is None:
+            changes[name] = _REMOVED
+    return changes
+
+
 def format_left_out(subject: str, note: str) -> str:
     """Return the note on code that the command leaves out."""
     reason = note.removeprefix("Leave it out").lstrip(":; .")
@@ -283,22 +309,18 @@ class CallEditor:
         if not is_direct:  # The first argument is the class.
             their_order, our_order = ["", *their_order], ["", *our_order]
         objects = [item for item in items.all if owner == "Trainer" and self._is_callback(item)]
-        present = {
-            item.name for item in items.all
-            if item.name and get_change(owner, item.name, _parse_literal(item.value)).arguments is None
-        }  # fmt: skip
         done = self._edit_plugins(items) if owner == "Trainer" else set()
-        present |= done
+        names: dict[int, str] = {}
         for number, item in enumerate(items.all):
             positional = item.name is None and items.is_call and self._source.text[item.start] != "*"
             name = their_order[number] if positional and number < len(their_order) else item.name
-            if not name or item in objects or name in done:
-                continue
-            change = get_change(owner, name, _parse_literal(item.value))
-            if change.arguments is not None:
-                added = {key: new for key, new in change.arguments.items() if key == name or key not in present}
-                change = change._replace(arguments=added)
-                present |= {*added}
+            if name and item not in objects and name not in done:
+                names[number] = name
+        values = {name: _parse_literal(items.all[number].value) for number, name in names.items()}
+        changes = get_changes(owner, values, done)
+        for number, name in names.items():
+            item, change = items.all[number], changes[name]
+            positional = item.name is None
             moved = positional and (shifted or our_order[number : number + 1] != [name])
             self._apply_change(items, item, change)
             shifted = shifted or change.arguments is not None
@@ -306,8 +328,8 @@ class CallEditor:
                 self._source.replace(item.start, item.start, f"{name}=")
             if owner == "CLI" and name == "trainer_defaults" and isinstance(item.value, ast.Dict):
                 self.edit_constructor(item.value, "Trainer", "Trainer")
-        names = {item.name for item in items.all}
-        if owner == "Trainer" and items.is_call and self._calls_fit and names.isdisjoint({*_LIMITS, None}):
+        has_limit = not {*_LIMITS, None}.isdisjoint(item.name for item in items.all)
+        if owner == "Trainer" and items.is_call and self._calls_fit and not has_limit:
             items.add(f"max_epochs={_ENDLESS}")
         self._join_callbacks(items, objects)
         items.apply_edits()

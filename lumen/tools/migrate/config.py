@@ -13,7 +13,7 @@ import yaml
 
 from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES
-from lumen.tools.migrate.arguments import UNKNOWN, ArgumentChange, format_left_out, get_change
+from lumen.tools.migrate.arguments import UNKNOWN, ArgumentChange, format_left_out, get_changes
 from lumen.tools.migrate.names import LIGHTNING_NAME, find_new_name, get_short_name
 from lumen.tools.migrate.project import ProjectClasses
 from lumen.tools.migrate.source import EditableSource, MigrationNote
@@ -143,7 +143,7 @@ class ConfigEditor:
         self, node: yaml.MappingNode, owner: str, within: tuple[yaml.MappingNode, str] | None = None
     ) -> None:
         """Edit the arguments of a class."""
-        removed = set()
+        removed, entries = set(), list[tuple[yaml.Node, yaml.Node, str]]()
         for key, value in node.value:
             name = key.value.removesuffix("+")
             is_class = isinstance(value, yaml.ScalarNode) and LIGHTNING_NAME.fullmatch(value.value)
@@ -152,7 +152,10 @@ class ConfigEditor:
             if owner == "Trainer" and name == "plugins" and _has_only_environments(value):
                 removed.add(key.value)  # The notes on the classes give the reason.
                 continue
-            change = get_change(owner, name, _as_plain(value))
+            entries.append((key, value, name))
+        changes = get_changes(owner, {name: _as_plain(value) for _, value, name in entries})
+        for key, value, name in entries:
+            change = changes[name]
             if change.sentence:
                 self._add_note(key, change.sentence)
             if change.arguments:
