@@ -239,7 +239,7 @@ def get_home(trainer: Trainer) -> Path:
 
 
 def list_checkpoint_folders(trainer: Trainer, home: Path | None = None) -> list[PurePath]:
-    """Return the checkpoint folders of a run, beginning with that of the callback that decides the best checkpoint.
+    """Return the checkpoint folders of a run: first that of the callback that decides the best, last the default one.
 
     Args:
         trainer: The trainer of the run.
@@ -248,7 +248,7 @@ def list_checkpoint_folders(trainer: Trainer, home: Path | None = None) -> list[
     savers, is_open = get_checkpoint_callbacks(trainer.callbacks), home is None and trainer.run_directory is not None
     home = home or get_home(trainer)
     folders = [(is_open and each.dirpath) or locate_folder(home, each.given_dirpath) for each in savers]
-    folders = folders or [locate_folder(home, None)]
+    folders.append(locate_folder(home, None))  # The run may have been started without `dirpath`.
     return [each for number, each in enumerate(folders) if not any(is_same_path(each, one) for one in folders[:number])]
 
 

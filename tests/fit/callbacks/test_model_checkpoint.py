@@ -208,6 +208,16 @@ def test_run_resumes_from_external_checkpoint_directory(tmp_path):
     assert len(rows) == 1 + 3
 
 
+def test_run_resumes_after_a_change_of_dirpath(tmp_path):
+    fit_scripted(tmp_path, [1, 2], [lumen.ModelCheckpoint()])
+    trainer = fit_scripted(tmp_path, [1, 2, 3], [lumen.ModelCheckpoint(tmp_path / "elsewhere")], resume="auto")
+    assert (trainer.ckpt_path, trainer.global_step) == (str(tmp_path / "runs/run/checkpoints/step-00000004"), 6)
+    rows = (tmp_path / "runs/run/metrics.csv").read_text().splitlines()
+    assert len(rows) == 1 + 3
+    assert list_steps(tmp_path) == [2, 4]
+    assert [path.name for path in find_checkpoints(tmp_path / "elsewhere")] == ["step-00000006"]
+
+
 def test_second_run_keeps_checkpoints_of_the_first(tmp_path, caplog):
     def elsewhere():
         return [lumen.ModelCheckpoint(dirpath=tmp_path / "kept", monitor="score")]
