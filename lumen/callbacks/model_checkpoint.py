@@ -48,7 +48,8 @@ class ModelCheckpoint(Callback):
     `every_n_epochs` or `train_time_interval` is given, only at the given times. In both cases also at every new best
     value, and at the end.
 
-    Which checkpoints are kept: all that at least one rule keeps (`keep_last`, `save_top_k`, `keep_every_n_steps`).
+    Which checkpoints are kept: all that at least one rule keeps (`keep_last`, `save_top_k`, `keep_every_n_steps`). A
+    resumed run with a new or changed monitor also keeps, with a warning, the earlier checkpoints without a known score.
 
     Several in a run: each callback has its own rules and its own best checkpoints. Only a callback with a monitor (and
     a `save_top_k` other than 0) ranks checkpoints. The first such callback of a directory decides for that directory,
@@ -139,8 +140,9 @@ class ModelCheckpoint(Callback):
         self.keep_every_n_steps = keep_every_n_steps
         self.given_dirpath = self.dirpath = None if dirpath is None else as_path_or_url(dirpath)
         self.asynchronous, self.save_last, self.verbose = asynchronous, save_last, verbose
-        self.scores: dict[str, float] = {}
+        self.scores: dict[str, float | None] = {}  # None: a checkpoint of the resumed run whose score is unknown
         self._score: float | None = None
+        self._has_saved_scores = False  # True if the resumed checkpoint holds the scores of this callback
         self._should_save = False  # True if a rule wants a checkpoint at the end of this step
         self._saves: CheckpointSaver | None = None
         self._shares_monitor = False  # True if a second `ModelCheckpoint` has the same monitor and mode
@@ -196,7 +198,7 @@ class ModelCheckpoint(Callback):
         """Reset the callback."""
         if stage != "fit":
             return
-        self.scores, self._score = {}, None
+        self.scores, self._score, self._has_saved_scores = {}, None, False
         other_savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
         self._shares_monitor = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in other_savers)
 
@@ -229,6 +231,8 @@ class ModelCheckpoint(Callback):
         if is_over and self.at_end and self.dirpath is not None:  # The checkpoint of this moment is saved below.
             lost -= {self._locate_checkpoint(trainer)[0].name}
         self.scores = {name: score for name, score in self.scores.items() if name not in lost}
+        if resumed is not None:
+            self.scores |= dict.fromkeys(trainer.processes.run_on_rank_zero(self._find_unscored))
         if resumed is None or self._callbacks_of_run[-1:] != [self]:
             return
         for each in self._callbacks_of_run:  # All of them know their scores by now.
@@ -326,7 +330,7 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scores."""
-        self.scores, self._score = state["scores"], state["current_score"]
+        self.scores, self._score, self._has_saved_scores = state["scores"], state["current_score"], True
 
     def save(self, trainer: CallbackTrainer, *, at_once: bool = False) -> None:
         """Save this step unless it is saved already, and remove checkpoints that no rule keeps. Collective.
@@ -375,6 +379,19 @@ class ModelCheckpoint(Callback):
             return set(self.scores)
         return find_lost_checkpoints(self.dirpath, self.scores, self._rank_scores(), max(1, self.save_top_k))
 
+    def _find_unscored(self) -> list[str]:
+        """Return the earlier checkpoints whose scores are unknown, since the resumed run had no such callback."""
+        if self.monitor is None or self.dirpath is None or self._has_saved_scores:
+            return []
+        known = {name for each in self._find_callbacks_of_folder(self.dirpath) for name in each.scores}
+        found = [path.name for path in find_unread(self.dirpath) if path.name not in known]
+        if found:
+            _log.warning(
+                "ModelCheckpoint keeps the earlier checkpoints in %s (%d), because the resumed run saved no %s for "
+                "them. Remove these checkpoints if they are not needed", self.dirpath, len(found), self.monitor,
+            )  # fmt: skip
+        return found
+
     def _prune(self, trainer: CallbackTrainer, newest: PurePath) -> None:
         """Remove checkpoints that no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
         trainer.processes.run_on_rank_zero(
@@ -419,14 +436,16 @@ class ModelCheckpoint(Callback):
         """Return the checkpoints that the rules keep, out of all paths, oldest first."""
         if -1 in (self.keep_last, self.save_top_k):
             return set(found)
-        best, every = self._select_top_k(self._rank_scores()), self.keep_every_n_steps
+        unscored = {name for name, score in self.scores.items() if score is None}
+        best, every = unscored.union(self._select_top_k(self._rank_scores())), self.keep_every_n_steps
         kept = set(found[max(0, len(found) - self.keep_last) :]) | {path for path in found if path.name in best}
         return kept | {path for path in found if every and int(path.name.split("-")[1]) % every == 0}
 
     def _rank_scores(self) -> dict[str, float]:
         """Return the scores of checkpoints by name, best first, without NaN; equal scores keep the order of steps."""
         sign = 1.0 if self.mode == "min" else -1.0
-        scored = [each for each in self.scores.items() if can_rank_checkpoints(vars(self)) and not math.isnan(each[1])]
+        scores = self.scores.items() if can_rank_checkpoints(vars(self)) else ()
+        scored = [(name, score) for name, score in scores if score is not None and not math.isnan(score)]
         return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
 
     def _rank_committed_scores(self) -> dict[str, float]:

@@ -105,6 +105,28 @@ def test_every_checkpoint_holds_scores_of_all_savers(tmp_path, options, cut):
     assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize("change", ["second", "one less", "mode", "monitor"])
+def test_resumed_run_keeps_checkpoints_without_scores(tmp_path, caplog, change):
+    """A different state_key hides the scores of the three best, which are of the steps 2, 4 and 6."""
+    ranked = BEST | {"save_top_k": 3, "dirpath": tmp_path / "a"}
+    other = BEST | {"dirpath": tmp_path / "b"}
+    before = [ranked, other] if change == "one less" else [ranked]
+    after = {
+        "second": [ranked, other],
+        "one less": [ranked],
+        "mode": [ranked | {"mode": "max"}],
+        "monitor": [ranked | {"monitor": "score"}],
+    }[change]
+    fit(tmp_path, make_savers(*before), epochs=4)
+    for epochs in (4, 5, 6):
+        with caplog.at_level(logging.WARNING, "lumen"):
+            fit(tmp_path, resumed := make_savers(*after), epochs=epochs, resume="auto", log_level="WARNING")
+    assert {2, 4, 6, 12} <= {step(path) for path in find_checkpoints(tmp_path / "a")}
+    assert step(resumed[0].best_model_path) == (12 if change in ("mode", "monitor") else 10)
+    said = f"ModelCheckpoint keeps the earlier checkpoints in {tmp_path / 'a'} (4), because the resumed run saved no "
+    assert f"{said}{resumed[0].monitor} for them. Remove these checkpoints if they are not needed" in caplog.text
+
+
 # ---------------------------------------------------------------------- several directories
 
 
