@@ -138,10 +138,16 @@ class RunOrigin:
 
         Raises:
             CheckpointError: The requested checkpoint does not exist or is damaged.
+            TrainingError: The checkpoint of a rollback was removed.
         """
         checkpoint = (
             find_checkpoint("auto", folders[0], processes, other_folders=folders[1:]) if self.restarted else None
         )
+        if self.excluded is not None and checkpoint is None:
+            raise TrainingError(
+                f"cannot roll back: no checkpoint is left in {' and '.join(map(str, folders))}. While a run is active, "
+                "do not remove its checkpoints."
+            )
         self._resumes_attempt = checkpoint is not None
         if checkpoint is None and self._resume is not None:
             checkpoint = find_checkpoint(self._resume, earlier_folders[0], processes, other_folders=earlier_folders[1:])
@@ -377,6 +383,7 @@ def remove_newer_checkpoints(trainer: Trainer, run: Run, excluded: list[int]) ->
         raise StopRequested
     progress, folders = run.progress, list_checkpoint_folders(trainer)
     run.saves.finish_save()
+    run.processes.run_on_rank_zero(run.saves.wait_for_removals)  # A checkpoint in removal must not be chosen.
     newer = run.processes.run_on_rank_zero(partial(_find_newer, folders, excluded[0]))
     kept = None
     if trainer.run_directory is not None:

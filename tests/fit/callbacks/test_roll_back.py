@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lumen
 from lumen.checkpoint import find_checkpoints
+from lumen.checkpoint.format import folder
+from lumen.checkpoint.format.folder import remove_checkpoints
+from lumen.checkpoint.save import async_save
 from lumen.errors import ConfigError, TrainingError
 from tests.helpers.tasks import FEATURES, Drawing, Regression, quiet_trainer, regression_data, weights
 from tests.promises.lives import final_state
@@ -207,6 +211,26 @@ def test_spike_without_earlier_checkpoint_ends_the_run(tmp_path, spike, options,
     with pytest.raises(TrainingError, match=says):
         fit(tmp_path, make_loader(spike), make_detection(**options), save_often(every_n_train_steps=3))
     assert len(find_checkpoints(tmp_path / "runs" / "run" / "checkpoints")) == spike // 3
+
+
+def test_roll_back_waits_for_checkpoint_removals(tmp_path, monkeypatch):
+    def remove_slowly(paths):
+        time.sleep(0.5)
+        remove_checkpoints(paths)
+
+    monkeypatch.setattr(async_save, "remove_checkpoints", remove_slowly)
+    with pytest.raises(TrainingError, match="cannot roll back from step 11: no checkpoint is from before"):
+        fit(tmp_path, make_loader(11), make_detection(), save_often(keep_last=1, asynchronous=True))
+    assert [path.name for path in find_checkpoints(tmp_path / "runs/run/checkpoints")] == ["step-00000010"]
+
+
+def test_roll_back_without_its_checkpoint_is_an_error(tmp_path, monkeypatch):
+    def remove_all(newer):
+        remove_checkpoints([*newer, *find_checkpoints(tmp_path / "runs/run/checkpoints")])
+
+    monkeypatch.setattr(folder, "remove_checkpoints", remove_all)
+    with pytest.raises(TrainingError, match=r"cannot roll back: no checkpoint is left in .*/run/checkpoints"):
+        fit(tmp_path, make_loader(11), make_detection(), save_often())
 
 
 def test_roll_back_requires_saved_checkpoints(tmp_path):
