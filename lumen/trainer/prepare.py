@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from lumen.callbacks.checkpoint_names import is_same_path
 from lumen.checkpoint import PARTS, Checkpoint, Part, Weights, find_checkpoint, is_weights
 from lumen.checkpoint.format import folder
 from lumen.checkpoint.load.config_diff import warn_of_differences
@@ -466,8 +467,10 @@ def _get_last_run_inputs(
         raise ConfigError(f"{stage}: no model was passed, and this trainer has had no run. Call {stage}(model, ...).")
     if data is None:
         data = trainer._run.loaders.datamodule
-    best = trainer.checkpoint_callback
-    if ckpt_path is None and best is not None and best.monitor is not None and best.best_model_path:
-        ckpt_path = best.best_model_path
+    best, saves = trainer.checkpoint_callback, trainer.run_directory is not None
+    if ckpt_path is None and saves and best is not None and best.monitor is not None and best.best_model_path:
+        assert best.dirpath is not None
+        is_own = is_same_path(best.dirpath, list_checkpoint_folders(trainer)[0])  # Another trainer may use `best` too.
+        ckpt_path = best.best_model_path if is_own else "best"
         _log.info("%s: using the best parameters of the previous run, %s", stage, ckpt_path)
     return trainer._run.task, data, ckpt_path

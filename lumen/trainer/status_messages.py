@@ -245,9 +245,8 @@ def list_checkpoint_folders(trainer: Trainer, home: Path | None = None) -> list[
         trainer: The trainer of the run.
         home: The run's directory. Default: the directory of the trainer's own run.
     """
-    savers, is_open = get_checkpoint_callbacks(trainer.callbacks), home is None and trainer.run_directory is not None
     home = home or get_home(trainer)
-    folders = [(is_open and each.dirpath) or locate_folder(home, each.given_dirpath) for each in savers]
+    folders = [locate_folder(home, each.given_dirpath) for each in get_checkpoint_callbacks(trainer.callbacks)]
     folders.append(locate_folder(home, None))  # The run may have been started without `dirpath`.
     return [each for number, each in enumerate(folders) if not any(is_same_path(each, one) for one in folders[:number])]
 

@@ -245,6 +245,17 @@ def test_reused_trainer_saves_each_run_separately(tmp_path):
     assert list_steps(tmp_path, "run") == list_steps(tmp_path, "run-2") == [2]
 
 
+@pytest.mark.parametrize("dirpath", [None, "elsewhere"])
+def test_trainers_sharing_a_callback_find_their_own_best(tmp_path, dirpath):
+    saver = lumen.ModelCheckpoint(None if dirpath is None else tmp_path / dirpath, monitor="score")
+    first = fit_scripted(tmp_path / "first", [5, 1, 2, 0], [saver], max_epochs=3)
+    second = fit_scripted(tmp_path / "second", [1, 2, 3, 0], [saver], max_epochs=3)
+    for trainer, step in ((first, 4), (second, 2)):
+        for ckpt_path in ("best", None):
+            trainer.validate(dataloaders=DataLoader(TensorDataset(torch.arange(4.0)), 2), ckpt_path=ckpt_path)
+            assert Path(trainer.ckpt_path).name == f"step-{step:08d}"
+
+
 # ---------------------------------------------------------------------- resumed runs
 
 
