@@ -261,11 +261,11 @@ def open_weights(path: str, processes: Processes, sections: Sequence[str] | None
     with ExitStack() as cleaning:
 
         def fetch() -> Path:
-            return _fetch(path, Path(cleaning.enter_context(TemporaryDirectory(prefix="lumen-"))))
+            return _fetch(path, Path(cleaning.enter_context(TemporaryDirectory(prefix="lumen-"))), sections)
 
         place = processes.run_once_per_node(fetch)
         yield processes.run_on_all(
-            lambda: _open_in_process(place, verify="sizes" if processes.local_rank else "checksums")
+            lambda: _open_in_process(place, sections, verify="sizes" if processes.local_rank else "checksums")
         )
         processes.barrier()  # all processes have read the files
 
@@ -297,16 +297,18 @@ def open_shared_weights(path: PurePath, processes: Processes, sections: Sequence
     if kind == "checkpoint":
         return Checkpoint.open(path, sections=sections, processes=processes)
     return (
-        processes.run_on_all(partial(_open_in_process, path))
+        processes.run_on_all(partial(_open_in_process, path, sections))
         if kind == "weights"
         else find_checkpoint_at(path, processes)
     )
 
 
-def _open_in_process(path: PurePath, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
-    """Open a checkpoint's parameters, or third-party safetensors files, in this process alone."""
+def _open_in_process(
+    path: PurePath, sections: Sequence[str] | None, verify: Literal["checksums", "sizes"] = "checksums"
+) -> Checkpoint:
+    """Open sections of a checkpoint, or third-party safetensors files, in this process alone."""
     if path_exists(path / MANIFEST):
-        return Checkpoint.open(path, verify, sections=WEIGHTS)
+        return Checkpoint.open(path, verify, sections=sections)
     if is_file(path):
         return _open_files(path.parent, [path.name])
     if not path_exists(path / INDEX):
@@ -344,8 +346,8 @@ def _read_index(directory: PurePath) -> dict[str, str]:
     return file_of
 
 
-def _fetch(url: str, folder: Path) -> Path:
-    """Copy weights from a URL into a directory, file by file; return the path of the file or the directory."""
+def _fetch(url: str, folder: Path, sections: Sequence[str] | None) -> Path:
+    """Copy weights, or sections of a checkpoint, from a URL into a directory; return the file or the directory."""
     import fsspec  # slow, and rarely needed
 
     try:
@@ -356,15 +358,15 @@ def _fetch(url: str, folder: Path) -> Path:
         root = root.rstrip("/")
         if filesystem.exists(f"{root}/{MANIFEST}"):
             filesystem.get_file(f"{root}/{MANIFEST}", str(folder / MANIFEST))
-            names = [file for file in read_manifest(folder).contents if file.partition("/")[0] in WEIGHTS]
-            for section in WEIGHTS:
-                (folder / section).mkdir()
+            files = read_manifest(folder).files
+            names = [file for file in files if sections is None or file.partition("/")[0] in sections]
         elif filesystem.exists(f"{root}/{INDEX}"):
             filesystem.get_file(f"{root}/{INDEX}", str(folder / INDEX))
             names = sorted(set(_read_index(folder).values()))
         else:
             names = [SINGLE]
         for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
             filesystem.get_file(f"{root}/{name}", str(folder / name))
     except LumenError:
         raise

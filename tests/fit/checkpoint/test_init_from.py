@@ -195,6 +195,17 @@ def test_http_server_can_serve_a_sharded_model(tmp_path, temporary_directory):
     assert list(temporary_directory.glob("lumen-*")) == []
 
 
+def test_http_server_can_serve_averages(tmp_path, temporary_directory):
+    source = Path(train_task(tmp_path, callbacks=[lumen.EMA(0.5)]).checkpoint_callback.last_model_path)
+    with serve_folder(source.parent) as (url, asked):
+        for average in ("EMA", "parameters", None):
+            found = begin(tmp_path, lumen.Weights(f"{url}/{source.name}", average=average))
+            assert is_equal(found, begin(tmp_path, lumen.Weights(source, average=average)))
+            assert any("state.json" in line for line in asked) == (average is not None)
+            asked.clear()
+    assert list(temporary_directory.glob("lumen-*")) == []
+
+
 def test_failed_download_is_named_and_leaves_nothing(tmp_path, temporary_directory):
     directory = write_shards(tmp_path / "served/model", make_other_weights())
     edit_index(directory, "net.0.weight", "model-00009-of-00003.safetensors")
