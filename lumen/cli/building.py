@@ -43,7 +43,7 @@ def choose_seed(config: Namespace, checkpoint: Any, name: str, launcher: str | N
     if config.seed_everything not in (None, True, False) or type(config.seed_everything) is int:
         return check_seed("seed_everything", config.seed_everything)
     home = expand_path(config.trainer.default_root_dir) / name
-    folder, *other_folders = _list_folders(config.trainer.callbacks, home) or [locate_folder(home, None)]
+    folder, *other_folders = [*_list_folders(config.trainer.callbacks, home), locate_folder(home, None)]
     resumes_progress = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
     # All attempts have the same launcher, and so the same seed.
     drawn = draw_seed() if launcher is None else crc32(launcher.encode()) % 2**31

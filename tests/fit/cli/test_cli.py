@@ -830,6 +830,14 @@ def test_predictions_with_different_names_are_not_joined(capsys):
     assert "there are no predictions to write" in capsys.readouterr().err
 
 
+def test_run_without_seed_resumes_after_change_of_dirpath():
+    words = ["fit", "--config", "line.yaml", "--seed_everything=null", "--trainer.resume=auto"]
+    assert main(words) == 0
+    changed = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=kept", "--trainer.max_epochs=3"]
+    assert main([*words, *changed]) == 0
+    assert [row["step"] for row in read_metrics("runs/line") if row["val_loss"]] == ["3", "6", "9"]
+
+
 @pytest.mark.parametrize("place", ["best", "last", "line.safetensors"])
 def test_config_of_working_directory_is_no_runs(capsys, place):
     Path("line.yaml").rename("config.yaml")
