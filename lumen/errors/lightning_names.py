@@ -327,7 +327,7 @@ ATTRIBUTES_OF_STRATEGY = {
     "parallel_devices": "Read trainer.device_ids.",
     "precision_plugin": "Read trainer.run.precision.",
     "process_group_backend": INSTEAD_IN_STRATEGIES["process_group_backend"],
-    "reduce_boolean_decision": "Call strategy.reduce(tensor, 'min') for all, or 'max' for any.",
+    "reduce_boolean_decision": "Call strategy.reduce(tensor, reduce_op='min') for all, or 'max' for any.",
     "remove_checkpoint": "ModelCheckpoint removes checkpoints: set save_top_k and keep_last.",
     "save_checkpoint": "Call trainer.save_checkpoint.",
     "setup_environment": "Define connect.",

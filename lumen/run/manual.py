@@ -338,9 +338,7 @@ class ManualOptimization:
                 return loss
             local_loss = torch.as_tensor(loss).detach().reshape(())
             part = local_loss.double() * self._factor
-            return self._strategy.reduce(torch.zeros_like(part) if self._is_dummy else part, "mean").to(
-                local_loss.dtype
-            )
+            return self._strategy.reduce(torch.zeros_like(part) if self._is_dummy else part).to(local_loss.dtype)
 
         return evaluate
 
@@ -348,7 +346,7 @@ class ManualOptimization:
         if (found := compute_max_abs_gradient(list_parameters(wrapper.optimizer))) is None:
             return False
         if self._strategy.shards:
-            found = self._strategy.reduce(found.nan_to_num(math.inf), "max")
+            found = self._strategy.reduce(found.nan_to_num(math.inf), reduce_op="max")
         return not math.isfinite(found.item())
 
     def _refuse_plain_backward(self, wrapper: ManualOptimizer) -> None:

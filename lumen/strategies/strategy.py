@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RankInvariant = Literal["gradient norm", "sum of the parameters' norms"]
 NORM_TOLERANCE = 1e-5  # relative difference allowed between norms of equal numbers on different kinds of devices
-_REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
+_REDUCTIONS = {"mean": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
 
 
 #: New names of members, by the names of earlier versions.
@@ -207,24 +207,24 @@ class Strategy(RenamedMembers, LightningAttributeErrors, ABC, renamed=_RENAMED):
         return move_batch(value, torch.device("cpu"))  # type: ignore[no-any-return]
 
     def reduce(
-        self, tensor: torch.Tensor, reduce_op: str = "sum", dst: int | None = None, group: None = None
+        self, tensor: torch.Tensor, group: None = None, reduce_op: str = "mean", dst: int | None = None
     ) -> torch.Tensor:
         """Return a tensor reduced over ranks, element by element. Collective: every rank must call this.
 
         Args:
             tensor: The tensor on this process's device, with equal shape and dtype on all ranks.
-            reduce_op: "sum", "mean", "max", "min" or "prod"; equal on all ranks.
+            group: Not supported: all processes take part.
+            reduce_op: "mean", "sum", "max", "min" or "prod"; equal on all ranks.
             dst: The rank that receives the result, equal on all ranks; other ranks get back their own tensor. None
                 sends the result to every rank.
-            group: Not supported: all processes take part.
 
         Raises:
             ConfigError: The operation or the rank does not exist, or `group` was given.
         """
         if group is not None:
             raise ConfigError(
-                "reduce: a group is given, but all processes take part. Leave group out, or call "
-                "torch.distributed.all_reduce."
+                f"reduce: all processes take part, but group={group!r} was given. Name the operation, as in "
+                "reduce(tensor, reduce_op='max'). For a group call torch.distributed.all_reduce."
             )
         world = self.processes.world_size
         if reduce_op not in _REDUCTIONS or (dst is not None and dst not in range(world)):

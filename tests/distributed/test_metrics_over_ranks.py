@@ -841,14 +841,14 @@ def reduce_all(folder):
     strategy = trainer.strategy
     mine = torch.tensor([[2.0, 1.0], [3.0, -2.0]][trainer.global_rank])
     operations = ("sum", "mean", "max", "min", "prod")
-    to_all = {name: strategy.reduce(mine, name).tolist() for name in operations}
+    to_all = {name: strategy.reduce(mine, reduce_op=name).tolist() for name in operations}
     to_one = {name: strategy.reduce(mine, reduce_op=name, dst=1).tolist() for name in operations}
-    assert to_all["sum"] == strategy.reduce(mine).tolist() == strategy.reduce(mine, group=None).tolist()
-    with pytest.raises(ConfigError, match="reduce: a group is given, but all processes take part"):
-        strategy.reduce(mine, group=torch.distributed.group.WORLD)
+    assert to_all["mean"] == strategy.reduce(mine).tolist() == strategy.reduce(mine, None).tolist()
+    with pytest.raises(ConfigError, match=r"reduce: all processes take part, but group='max' was given"):
+        strategy.reduce(mine, "max")
     assert mine.tolist() == [[2.0, 1.0], [3.0, -2.0]][trainer.global_rank]
     for wrong in ({"reduce_op": "median"}, {"dst": 2}):
-        with pytest.raises(ConfigError, match="reduce_op is one of sum, mean, max, min, prod, and dst a rank, 0 to 1"):
+        with pytest.raises(ConfigError, match="reduce_op is one of mean, sum, max, min, prod, and dst a rank, 0 to 1"):
             strategy.reduce(mine, **wrong)
     return to_all, to_one
 

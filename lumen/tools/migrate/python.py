@@ -443,10 +443,6 @@ class FileEditor:
             for each in node.args:
                 if isinstance(each, ast.Dict):
                     self._calls.edit_defaults(each, self._classes.option_groups)
-        owner_name = get_last_name(getattr(node.func, "value", node))
-        is_reduction = short == "reduce" and owner_name in ("strategy", "training_type_plugin")
-        if is_reduction and "reduce_op" not in {each.arg for each in node.keywords}:
-            self._add_note(node, NOTES["reduce"])
         if short == "getLogger":
             self._edit_logger_name(node)
         return True

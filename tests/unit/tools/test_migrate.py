@@ -294,14 +294,6 @@ SAID = [
 ]
 
 
-REDUCTIONS = [
-    ("self.trainer.strategy.reduce(x)", True),
-    ("trainer.training_type_plugin.reduce(x, group=None)", True),
-    ("trainer.strategy.reduce(x, reduce_op='sum')", False),
-    ("functools.reduce(x)", False),
-]
-
-
 def check(tmp_path, before, after):
     """Check that the edits are the given ones, are Python, and are made only once."""
     assert migrate_text(tmp_path, before)[0] == after
@@ -345,12 +337,6 @@ def test_configs_are_edited_and_keep_their_comments(before, after):
 def test_what_no_edit_can_do_is_said(tmp_path, text, said):
     _, notes = migrate_text(tmp_path, f"import lightning as L\n{text}\n")
     assert any(said in note for note in notes), notes
-
-
-@pytest.mark.parametrize(("call", "said"), REDUCTIONS)
-def test_reductions_without_an_operation_are_noted(tmp_path, call, said):
-    _, notes = migrate_text(tmp_path, f"import lightning as L\n{call}\n")
-    assert any("the mean by default, and Lumen the sum" in note for note in notes) == said
 
 
 # ---------------------------------------------------------------------- whole projects
