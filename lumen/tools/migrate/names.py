@@ -52,8 +52,8 @@ def find_new_name(full: str) -> LumenName | None:
         return LumenName("torchmetrics.functional" if is_function else "torchmetrics", short)
     if package[1:] == ["fabric"] or package[0] == "lightning_fabric":
         return LumenName("lumen", short) if short == "seed_everything" else None
-    if short == "ModelSummary" and "callbacks" not in full.split("."):
-        return LumenName("lumen", "summarize")  # The callback of this name is in Lightning's callbacks.
+    if short == "ModelSummary" and {"core", "utilities"} & {*full.split(".")}:
+        return LumenName("lumen", "summarize")  # `ModelSummary` in `callbacks` is a callback.
     if short in lumen.__all__:
         return LumenName("lumen", short)
     to = RENAMED.get(short) or ELSEWHERE.get(short)
