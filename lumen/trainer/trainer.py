@@ -110,7 +110,7 @@ class Trainer(RunView):
         resume: None: start a new run directory `name`, `name-2`, ... "auto": resume from the newest valid checkpoint of
             `name`, or start `name`. "last": the same, but a checkpoint must exist. "best": start a new run
             directory from the best checkpoint of `name`. A path: start a new run directory from that checkpoint or run.
-            In a second `fit` of the same trainer, these settings mean the run of its first `fit`.
+            In a second `fit` of the same trainer, these settings mean the previous run of the trainer.
         resume_parts: Parts of the checkpoint that a new run takes over from "best" or a path. Default: all parts.
             `model`: parameters, buffers and additions of `on_save_checkpoint`; if left out, the task keeps the
             parameters that it was built with. `optimizer`: optimizer state and loss scale of fp16; if left out, the
