@@ -469,8 +469,8 @@ def _get_last_run_inputs(
         data = trainer._run.loaders.datamodule
     best, saves = trainer.checkpoint_callback, trainer.run_directory is not None
     if ckpt_path is None and saves and best is not None and best.monitor is not None and best.best_model_path:
-        assert best.dirpath is not None
-        is_own = is_same_path(best.dirpath, list_checkpoint_folders(trainer)[0])  # Another trainer may use `best` too.
+        own, *_ = list_checkpoint_folders(trainer)
+        is_own = best.dirpath is not None and is_same_path(best.dirpath, own)  # Another trainer may use `best` too.
         ckpt_path = best.best_model_path if is_own else "best"
         _log.info("%s: using the best parameters of the previous run, %s", stage, ckpt_path)
     return trainer._run.task, data, ckpt_path
