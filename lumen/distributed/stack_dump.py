@@ -24,7 +24,8 @@ from lumen.internals.process_groups import get_group_members, read_recorded_coll
 
 GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # an unused signal, which faulthandler answers in C
 SINGLE_SIGNAL = GROUP_SIGNAL - 1  # for a run of one process, possibly inside a process of a group
-_ANSWER_TIMEOUT_S, _POLL_INTERVAL_S, _SETTLED_POLLS = 5.0, 0.1, 10
+#: The watch of a run polls at least each second.
+_REQUEST_TIMEOUT_S, _ANSWER_TIMEOUT_S, _POLL_INTERVAL_S, _SETTLED_POLLS = 2.5, 7.5, 0.1, 10
 _LAST_LINE = re.compile(rb"(in <module>|in _run_module_as_main|^ *\.\.\.)\n\Z", re.M)  # end of the main thread's stack
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -51,7 +52,7 @@ class StackDumper:
         self._file = (self._folder / str(rank)).open("w+")
         self._claim_file = (self._folder / "ending").open("a+")
         fcntl.lockf(self._file, fcntl.LOCK_EX)  # until this process ends: another process may get the same pid later
-        faulthandler.register(GROUP_SIGNAL, self._file, all_threads=True)
+        faulthandler.register(GROUP_SIGNAL, self._file, all_threads=False)
         gather(None)  # the signal would kill a process without a handler
 
     def get_host(self, rank: int) -> str:
@@ -67,11 +68,16 @@ class StackDumper:
                 if file not in (None, self._file):
                     closing.enter_context(file)
             alive = {r: (self._host_pids[r][1], file.fileno()) for r, file in files.items() if file is not None}
-            locations = locate_each(alive, GROUP_SIGNAL)
+            locations = locate_each(alive, GROUP_SIGNAL, self._folder)
         return [
             locations.get(rank) or ProcessLocation(rank, pid, "ended" if host == own_host else f"elsewhere, on {host}")
             for rank, (host, pid) in enumerate(self._host_pids)
         ]
+
+    def answer_request(self) -> None:
+        """Write the stacks of this process if another process of its host has requested them."""
+        if _withdraw_request(self._folder, self._rank):
+            faulthandler.dump_traceback(self._file)
 
     def collect_stacks(self) -> str:
         """Return the stacks of the other processes on this host, and the ranks that ended or run on other hosts."""
@@ -167,26 +173,30 @@ class StackDumper:
         faulthandler.unregister(GROUP_SIGNAL)
         self._claim_file.close()
         with suppress(OSError):
-            (self._folder / f"begun-{self._rank}").unlink(missing_ok=True)
+            for kind in ("begun", "wanted"):
+                (self._folder / f"{kind}-{self._rank}").unlink(missing_ok=True)
             (self._folder / str(self._rank)).unlink()
             (self._folder / "ending").unlink(missing_ok=True)
             self._folder.rmdir()  # fails except for the last process
         self._file.close()
 
 
-def locate_each(processes: dict[int, tuple[int, int]], number: int) -> dict[int, ProcessLocation]:
+def locate_each(
+    processes: dict[int, tuple[int, int]], number: int, folder: Path | None = None
+) -> dict[int, ProcessLocation]:
     """Query places of processes on this host, and the data workers of processes that wait for data.
 
     Args:
         processes: The pid and a descriptor of the file for stacks, by rank.
-        number: The signal that faulthandler answers with stacks, in processes and in their forked children.
+        number: The signal that faulthandler answers with a stack, in processes and in their forked children.
+        folder: The folder for requests to other processes; None: `processes` is only this process.
 
     Returns:
         The place of each rank's process.
     """
     before = {rank: _get_cpu_time_s(pid) for rank, (pid, _) in processes.items()}
     began_s = time.monotonic()
-    texts = _request_stacks(processes, number)
+    texts = _request_stacks(processes, number, folder)
     places = {}
     for rank, (pid, _) in processes.items():
         spent = (_get_cpu_time_s(pid) - before[rank]) / max(time.monotonic() - began_s, _POLL_INTERVAL_S)
@@ -217,7 +227,7 @@ def open_stack_file() -> int:
         # Other code may have reset all signals, as Lightning's trainer does. A registration that faulthandler still
         # knows would change nothing. The handler is permanent: a run may be inside another run's hook.
         faulthandler.unregister(SINGLE_SIGNAL)
-        faulthandler.register(SINGLE_SIGNAL, file, all_threads=True)
+        faulthandler.register(SINGLE_SIGNAL, file, all_threads=False)
     return file
 
 
@@ -228,25 +238,60 @@ def _create_stack_file() -> int:
     return file
 
 
-def _request_stacks(processes: dict[int, tuple[int, int]], number: int) -> dict[int, str]:
-    """Signal processes and return the stacks that they write; stopped processes are skipped."""
-    starts: dict[int, int] = {}
-    for rank, (pid, file) in processes.items():
-        if get_process_state(pid) != "stopped":
-            starts[rank] = os.fstat(file).st_size
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+def _request_stacks(processes: dict[int, tuple[int, int]], number: int, folder: Path | None = None) -> dict[int, str]:
+    """Return the stacks that processes write on request; stopped processes are skipped.
+
+    The stacks of all threads can only be read while no thread changes them, which is while the reader holds Python's
+    lock: faulthandler crashes otherwise. So this process writes its own stacks, and the watch of each other rank writes
+    that rank's. A process that does not answer, and a data worker, gets the signal, and its main thread writes the
+    stack of this thread alone.
+    """
+    starts = {
+        rank: os.fstat(file).st_size for rank, (pid, file) in processes.items() if get_process_state(pid) != "stopped"
+    }
+    began_s, to_signal = time.monotonic(), set[int]()
+    for rank in starts:
+        pid, file = processes[rank]
+        if pid == os.getpid():
+            faulthandler.dump_traceback(file)
+        elif folder is not None:
+            _get_request(folder, rank).touch()
+            to_signal.add(rank)
+        else:
+            _signal(pid, number)
     texts, unchanged_polls = dict.fromkeys(processes, b""), dict.fromkeys(starts, 0)
-    remaining, deadline_s = set(starts), time.monotonic() + _ANSWER_TIMEOUT_S
+    remaining, deadline_s = set(starts), began_s + _ANSWER_TIMEOUT_S
     while remaining and time.monotonic() < deadline_s:
         time.sleep(_POLL_INTERVAL_S)
         for rank in [*remaining]:
-            before, file = texts[rank], processes[rank][1]
+            (pid, file), before = processes[rank], texts[rank]
             texts[rank] = os.pread(file, os.fstat(file).st_size - starts[rank], starts[rank])
             unchanged_polls[rank] = unchanged_polls[rank] + 1 if texts[rank] == before != b"" else 0
             if unchanged_polls[rank] == _SETTLED_POLLS or (unchanged_polls[rank] and _LAST_LINE.search(texts[rank])):
                 remaining.remove(rank)
+            elif folder is not None and rank in to_signal and time.monotonic() > began_s + _REQUEST_TIMEOUT_S:
+                to_signal.remove(rank)
+                if _withdraw_request(folder, rank):
+                    _signal(pid, number)
     return {rank: text.decode(errors="replace").strip() for rank, text in texts.items()}
+
+
+def _get_request(folder: Path, rank: int) -> Path:
+    return folder / f"wanted-{rank}"
+
+
+def _withdraw_request(folder: Path, rank: int) -> bool:
+    """Remove the request for a rank's stacks; return False if another process has removed it, or nobody has made it."""
+    try:
+        _get_request(folder, rank).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def get_process_state(pid: int) -> str:

@@ -128,9 +128,11 @@ class _HangWatch:
             passed_s, used_s = time.monotonic() - before_s, time.process_time() - cpu_s
             if passed_s > period_s + _MIN_HELD_S and used_s < _MAX_HELD_SHARE * passed_s and not self._is_prompting:
                 self._run.step.counters.note_held(passed_s - period_s)
-            if self._stacks is not None and (why := self._stacks.end_reason) is not None:
-                call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_end, why))
-                self._exit_process()
+            if self._stacks is not None:
+                self._stacks.answer_request()
+                if (why := self._stacks.end_reason) is not None:
+                    call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_end, why))
+                    self._exit_process()
             if vote.polls != polls:
                 if is_in_step or self._is_past_first_step:  # the time of the start does not predict later times
                     self._longest_s[is_in_step] = max(self._longest_s[is_in_step], idle_s)

@@ -53,6 +53,13 @@ def sleeps_before_it_comes():
     time.sleep(1000)
 
 
+def keeps_the_lock():
+    """Wait for ever without letting another thread run Python."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
 def hangs_in_each_fork():
     """Make each fork hang before it runs Python, like a child that inherits a held lock."""
     libc = ctypes.CDLL(None)
@@ -115,6 +122,8 @@ class Task(Regression):
 
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == AT_STEP and self.is_last:
+            if self.mode == "lock":
+                keeps_the_lock()
             if self.mode == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.mode == "loop" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

@@ -1,6 +1,7 @@
 """Jobs of several processes that die: started like a user's, or forked from a process that has imported torch."""
 
 import atexit
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -212,6 +213,7 @@ def _be_rank(directory, module, options, rank, world, port):
     output = os.open(f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable()
     if world > 1:
         os.environ |= dict(zip(OF_RANKS, map(str, (rank, world, rank, world, "127.0.0.1", port)), strict=True))
     try:

@@ -38,13 +38,14 @@ class ReportFile(logging.Handler):
             self.path.touch()
 
 
-def fit_until_stuck(folder, workers, strategy, indices=(5,)):
+def fit_until_stuck(folder, workers, strategy, indices=(5,), **options):
     said = ReportFile(folder / f"said-{time.monotonic_ns()}")
     logging.getLogger("lumen").addHandler(said)
     try:
         trainer = quiet_trainer(
-            folder, max_epochs=1, strategy=strategy, enable_checkpointing=False, logger=False, log_level="WARNING"
-        )
+            folder, max_epochs=1, strategy=strategy, enable_checkpointing=False, logger=False, log_level="WARNING",
+            **options,
+        )  # fmt: skip
         trainer.fit(Regression(), DataLoader(Stuck(said.path, indices), 2, num_workers=workers))
     finally:
         logging.getLogger("lumen").removeHandler(said)

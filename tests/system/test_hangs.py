@@ -23,6 +23,7 @@ IN_WORKER = rf"rank [01] waits for its data worker \d+, which {PLACE} this_sampl
 NAMED = {
     ("stopped", 2): r"rank 1 is stopped \(SIGSTOP; `kill -CONT \d+` resumes the process\)\. rank 0 waits",
     ("loop", 2): rf"rank 1 {PLACE} this_loop_is_endless\. rank 0 waits",
+    ("lock", 2): rf"rank 1 {PLACE} keeps_the_lock\. rank 0 waits",
     ("missing", 2): rf"rank 1 {PLACE} setup\. rank 0 waits",
     ("worker", 2): rf"{IN_WORKER}\. rank [01] waits",
     ("loop", 1): rf"rank 0 {PLACE} this_loop_is_endless",
@@ -44,14 +45,15 @@ def is_named_and_ended(nursery, folder, mode, devices):
     assert len(re.findall(said, end.output)) == 1, end.output
     assert end.output.endswith(re.findall(said, end.output)[0])
     assert "hang_watch.py" not in end.output  # only the threads that train, and data workers
-    assert end.code == (-signal.SIGKILL if mode == "stopped" else HUNG)
+    is_killed = mode in ("stopped", "lock")  # a process that does not end by itself
+    assert end.code == (-signal.SIGKILL if is_killed else HUNG)
     (stacks,) = (folder / "runs/run/logs").glob("stacks-*.txt")
     text = stacks.read_text()
     assert all(f"rank {rank} (pid " in text for rank in range(devices))
     assert f"{stacks.relative_to(folder)}" in end.output
     assert "failed: ProcessStuck: no step and no batch" in (folder / "runs/run/run.log").read_text()
     if devices > 1:
-        check_recorded_collectives(folder / "runs/run/logs", ended_by_itself=[0] if mode == "stopped" else [0, 1])
+        check_recorded_collectives(folder / "runs/run/logs", ended_by_itself=[0] if is_killed else [0, 1])
     return end.took_s
 
 

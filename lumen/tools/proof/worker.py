@@ -152,7 +152,7 @@ def _prepare_process(place: Path, rank: int, variant: Variant, size: VariantSize
     torch.set_num_threads(size.threads)
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # for dataloader workers
     stacks = open(place / f"rank-{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115  # open until the process ends
-    faulthandler.register(signal.SIGUSR1, stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # it may crash on threads that run
 
 
 def run_variant(

@@ -20,6 +20,7 @@ from lumen.distributed.stack_dump import SINGLE_SIGNAL
 from lumen.errors import ConfigError
 from tests.helpers.process_state import read_process_state
 from tests.helpers.tasks import Drawing, Regression, bare_trainer, loader, quiet_trainer, weights
+from tests.helpers.watch import WHERE, fit_until_stuck
 
 
 class Data(lumen.DataModule):
@@ -133,23 +134,20 @@ def test_a_hook_without_gradients_may_train(tmp_path):
 
 
 @pytest.mark.parametrize("resets", [False, True], ids=["nested", "reset by Lightning"])
-def test_run_is_watched_after_a_nested_one(tmp_path, caplog, resets):
-    """The signal that requests stack traces would end a process without a handler for it."""
+def test_run_is_watched_after_a_nested_one(tmp_path, resets):
+    """A data worker can only report its place while the process has a handler of the signal."""
     if resets:
         bare_trainer(tmp_path, max_steps=1).fit(Regression(), loader(8, 8))
         signal.signal(SINGLE_SIGNAL, signal.getsignal(SINGLE_SIGNAL))  # Python does not know the handler.
 
-    class Waiting(lumen.Callback):
+    class Nesting(lumen.Callback):
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == 1:  # within the long limit of the start
                 bare_trainer(tmp_path, max_steps=1).fit(Regression(), loader(8, 8))
-            while trainer.global_step == 2 and "no step and no batch was done" not in caplog.text:
-                threading.Event().wait(0.05)
 
     strategy = lumen.SingleDevice("cpu", timeout_s=8.0, startup_timeout_s=60)
-    trainer = bare_trainer(tmp_path, max_steps=2, strategy=strategy, callbacks=[Waiting()], log_level="WARNING")
-    trainer.fit(Regression(), loader(16, 8))
-    assert "on_train_batch_end" in caplog.text
+    _, (text, *_) = fit_until_stuck(tmp_path, 1, strategy, indices=(13,), callbacks=[Nesting()])
+    assert re.search(rf"rank 0 waits for its data worker \d+, which is in user code: \S+{WHERE.pattern}", text)
 
 
 # ---------------------------------------------------------------------- in sequence
