@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path, PurePath
@@ -16,13 +16,14 @@ import torch
 from lumen.callbacks.callback_trainer import CallbackTrainer
 from lumen.checkpoint.format.folder import find_newest_committed, find_unread, read_info
 from lumen.checkpoint.format.manifest import is_committed
-from lumen.checkpoint.format.storage import as_local_path, as_path_or_url, get_storage
+from lumen.checkpoint.format.storage import as_local_path, as_path_or_url, get_storage, make_directory
 from lumen.errors import CheckpointDamaged
-from lumen.internals.atomic_files import write_private
+from lumen.internals.atomic_files import explain_write_errors, replace_file, write_private
 
 Moment = tuple[int, int, int, bool]
 Saver = TypeVar("Saver")
 _FOLDERS = "dirpath.json"  # in the run directory, if the run could not use `dirpath`
+_OWNER = ".run"  # in `dirpath`: the path of the run directory
 
 
 def can_rank_checkpoints(settings: Mapping[str, Any]) -> bool:
@@ -77,13 +78,44 @@ def locate_folder(home: Path, given: PurePath | None) -> PurePath:
     return home / "checkpoints" if given is None else as_path_or_url(_read_folders(home).get(str(given), given))
 
 
-def choose_folder(home: Path, given: PurePath) -> None:
-    """Let a new run save in `GIVEN-2` or `GIVEN-3`, ..., if `given` contains checkpoints of a different run."""
+def choose_folder(home: Path, given: PurePath, is_running: Callable[[Path], bool]) -> None:
+    """Let a new run save in `GIVEN-2` or `GIVEN-3`, ..., if `given` belongs to a different run.
+
+    Args:
+        home: The run directory.
+        given: The argument `dirpath`.
+        is_running: Function that returns True if a live process holds a run directory.
+    """
     names = chain([given.name], (f"{given.name}-{number}" for number in count(2)))
-    chosen = next(each for name in names if find_newest_committed(each := given.with_name(name)) is None)
+    chosen = next(each for name in names if _claim_folder(each := given.with_name(name), home.resolve(), is_running))
     if chosen != given:
         get_storage(chosen).check_writable(chosen)
         write_private(home / _FOLDERS, json.dumps(_read_folders(home) | {str(given): str(chosen)}))
+
+
+def _claim_folder(folder: PurePath, home: Path, is_running: Callable[[Path], bool]) -> bool:
+    """Note that a run saves in a folder. Return False if the folder contains checkpoints or another run saves there.
+
+    In an object store nothing is noted: two runs that begin before either has saved choose the same folder.
+    """
+    if find_newest_committed(folder) is not None:
+        return False
+    if (local := as_local_path(folder)) is None:
+        return True
+    owner, text = local / _OWNER, str(home)
+    with explain_write_errors(owner):
+        with suppress(FileExistsError):
+            make_directory(local)
+        try:
+            with owner.open("x", encoding="utf-8") as file:  # fails if another run was faster
+                file.write(text)
+        except FileExistsError:
+            noted = owner.read_text(encoding="utf-8")
+            if noted != text and (not noted or is_running(Path(noted))):
+                return False
+            with replace_file(owner) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+    return True
 
 
 def _read_folders(home: Path) -> dict[str, str]:

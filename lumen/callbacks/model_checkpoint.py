@@ -78,9 +78,9 @@ class ModelCheckpoint(Callback):
         save_top_k: Number of best checkpoints to keep by the monitor; 0: none, and no checkpoint is known as the best;
             -1: all.
         keep_every_n_steps: Keep checkpoints whose step is a multiple of n.
-        dirpath: Directory or URL of the checkpoints. Default: `checkpoints` in the run directory. If a new run finds
-            checkpoints of a different run there, it saves in `DIRPATH-2`, `DIRPATH-3` and so on. A URL may be any that
-            fsspec can write to: `s3://` and `gs://` need `pip install 'lumen-train[remote]'`.
+        dirpath: Directory or URL of the checkpoints. Default: `checkpoints` in the run directory. If a different run
+            has saved there, or is running and saves there, a new run saves in `DIRPATH-2`, `DIRPATH-3` and so on. A
+            URL may be any that fsspec can write to: `s3://` and `gs://` need `pip install 'lumen-train[remote]'`.
         asynchronous: True: training waits for the copy only. False: training waits for the commit. Default: True for a
             URL, and for 16 MiB or more (each tensor counts 16 KiB extra), but only if the copy takes at most half of
             the machine's free memory; otherwise False. A process that copies keeps host memory of the size of its share
@@ -211,9 +211,7 @@ class ModelCheckpoint(Callback):
                 "best_model_path, best_k_models or last_model_path", self.filename, self.dirpath,
             )  # fmt: skip
         if self.given_dirpath not in (None, self.dirpath) and trainer.is_global_zero:
-            _log.warning(
-                "%s contains checkpoints of a different run: this run saves in %s", self.given_dirpath, self.dirpath
-            )
+            _log.warning("%s belongs to a different run: this run saves in %s", self.given_dirpath, self.dirpath)
         self._known_paths: set[PurePath] = set()  # on rank 0: the checkpoints found by the last search
         savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._callbacks_of_run = [each for each in savers if each.dirpath is not None]

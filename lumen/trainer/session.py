@@ -317,7 +317,7 @@ def claim_directory(session: Session) -> Iterator[None]:
             if is_restarted():
                 origin.check_weights()
             for given in {each.given_dirpath for each in savers if each.given_dirpath is not None}:
-                choose_folder(directory.path, given)
+                choose_folder(directory.path, given, is_running=lambda path: bool(RunDirectory.read_live_holder(path)))
         folders = [locate_folder(directory.path, each.given_dirpath) for each in savers]
         return directory.path, directory.restarted, folders
 

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -165,3 +167,22 @@ def test_code_without_a_hash_is_watched(tmp_path, monkeypatch):
     strategy = lumen.SingleDevice(timeout_s=8)  # polls each 0.2 s
     bare_trainer(tmp_path, max_steps=1, strategy=strategy).fit(task, loader())
     assert raised == []
+
+
+def test_stack_requests_do_not_crash_a_process():
+    """A signal finds the main thread asleep and another thread at work, in a process like that of a run."""
+    code = """
+import os, sys, threading, time
+from pathlib import Path
+from lumen.distributed.stack_dump import SINGLE_SIGNAL, open_stack_file
+open_stack_file()
+def work():
+    for _ in range(3000):
+        os.kill(os.getpid(), SINGLE_SIGNAL)
+        Path("/proc/self/status").read_text()
+thread = threading.Thread(target=work)
+thread.start()
+while thread.is_alive():
+    time.sleep(0.01)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

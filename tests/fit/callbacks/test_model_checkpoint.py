@@ -218,6 +218,23 @@ def test_run_resumes_after_a_change_of_dirpath(tmp_path):
     assert [path.name for path in find_checkpoints(tmp_path / "elsewhere")] == ["step-00000006"]
 
 
+def test_run_keeps_out_of_a_running_ones_dirpath(tmp_path):
+    """The other run has not saved yet. A run that has ended without a checkpoint does not keep a directory."""
+    inner = []
+
+    class Nesting(lumen.Callback):
+        def on_train_start(self, trainer, task):
+            inner.append(fit_scripted(tmp_path, [1], [lumen.ModelCheckpoint(tmp_path / "kept")], max_epochs=1))
+
+    fit_scripted(tmp_path, [1, 2], [lumen.ModelCheckpoint(tmp_path / "kept", keep_last=-1), Nesting()])
+    names = {name: [path.name for path in find_checkpoints(tmp_path / name)] for name in ("kept", "kept-2")}
+    assert names == {"kept": ["step-00000002", "step-00000004"], "kept-2": ["step-00000002"]}
+    for checkpoint in find_checkpoints(tmp_path / "kept"):
+        shutil.rmtree(checkpoint)
+    third = fit_scripted(tmp_path, [1], [lumen.ModelCheckpoint(tmp_path / "kept")])
+    assert third.checkpoint_callback.dirpath == tmp_path / "kept"
+
+
 def test_second_run_keeps_checkpoints_of_the_first(tmp_path, caplog):
     def elsewhere():
         return [lumen.ModelCheckpoint(dirpath=tmp_path / "kept", monitor="score")]
@@ -225,7 +242,7 @@ def test_second_run_keeps_checkpoints_of_the_first(tmp_path, caplog):
     fit_scripted(tmp_path, [1, 2], elsewhere())
     with caplog.at_level("WARNING", "lumen"):
         second = fit_scripted(tmp_path, [1], elsewhere(), log_level="WARNING")
-    assert "kept contains checkpoints of a different run: this run saves in" in caplog.text
+    assert "kept belongs to a different run: this run saves in" in caplog.text
     assert second.checkpoint_callback.best_model_path == str(tmp_path / "kept-2/step-00000002")
     (tmp_path / "runs/run").rename(tmp_path / "runs/first")
     second.run_directory.rename(tmp_path / "runs/run")

@@ -36,7 +36,7 @@ def fit(tmp_path, steps, **options):
 
 
 def list_names(folder):
-    return sorted(os.listdir(folder))
+    return sorted(name for name in os.listdir(folder) if name != ".run")
 
 
 def test_checkpoints_are_found_by_number_once_committed(tmp_path):
