@@ -16,7 +16,7 @@ from tests.helpers.working_directory import config_directory, program_directory 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share two cores with their processes
 
-DEFAULT_LIMIT_S = 120
+DEFAULT_LIMIT_S = 300
 collect_ignore = ["projects"]  # projects for Lightning: `system/test_migrate.py` runs their tests on copies
 _STDERR = pytest.StashKey[int]()
 

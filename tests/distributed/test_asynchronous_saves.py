@@ -144,7 +144,7 @@ class LateAtTheEnd(lumen.Callback):
 
 def train_with_slow_disk(tmp_path):
     """Train with a save longer than `timeout_s`, once by far, while rank 1 delays the next collective by a second."""
-    fsync, slept, rests_s = os.fsync, [], iter((9.0, 4.0))
+    fsync, slept, rests_s = os.fsync, [], iter((15.0, 7.0))
 
     def slow(descriptor):
         if threading.current_thread() is not threading.main_thread() and not slept:
@@ -156,7 +156,7 @@ def train_with_slow_disk(tmp_path):
             patch.setattr(os, "fsync", slow)
         for part in ("before", "."):  # the threads' process group stays open for the next run
             slept.clear()
-            callbacks, strategy = [make_saver(), LateAtTheEnd()], lumen.DDP(timeout_s=3.0)
+            callbacks, strategy = [make_saver(), LateAtTheEnd()], lumen.DDP(timeout_s=6.0)
             fit(tmp_path / part, callbacks, max_steps=6, strategy=strategy, logger=False)
     assert bool(slept) == (os.environ["RANK"] == "1")
 

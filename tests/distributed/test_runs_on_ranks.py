@@ -299,7 +299,7 @@ def test_clocks_decide_the_same_on_every_rank(group, tmp_path, how):
     assert first == second
     assert len(first[1]) >= 1
     if how != "train_time_interval":
-        assert 3 < first[0] < 1000
+        assert 1 <= first[0] < 1000
 
 
 def run_by_the_clock(tmp_path, how):

@@ -47,7 +47,7 @@ class SlowDisk:
             self.threads.add(threading.current_thread())
             if threading.current_thread() is not threading.main_thread():
                 self.reached.set()
-                assert self.goes_on.wait(15)
+                assert self.goes_on.wait(100)
             real(descriptor)
 
         monkeypatch.setattr(os, "fsync", fsync)

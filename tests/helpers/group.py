@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-LIMIT_S = 60
+LIMIT_S = 150
 
 
 class Group:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import lumen
 from tests.helpers.tasks import Regression
 
-LIMIT_S, LONG_S = 3.0, 8.0
+LIMIT_S, LONG_S = 3.0, 12.0
 LATE = "a rank that is late in its groups"
 AT_STEP = 3
 
@@ -31,7 +31,7 @@ def main(mode, devices, launched=False, max_restarts=0):
         if mode in (LATE, *UNMATCHED)
         else {
             "timeout_s": LONG_S if mode == "suspended" else LIMIT_S,
-            "startup_timeout_s": 20.0 if launched and mode != "absent" else 2 * LIMIT_S,
+            "startup_timeout_s": 2 * LIMIT_S if mode in ("absent", "missing") else 60.0,
         }
     )
     strategy = lumen.DDP(**limits) if devices > 1 else lumen.SingleDevice(**limits)

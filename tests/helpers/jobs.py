@@ -5,6 +5,8 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import random
+import re
 import shutil
 import signal
 import socket
@@ -163,9 +165,18 @@ def end_processes(directory):
 
 
 def find_free_port():
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
+    """Return a port that no socket uses, below those that Linux gives to sockets without a chosen port."""
+    while True:
+        with socket.socket() as place, suppress(OSError):
+            place.bind(("127.0.0.1", port := random.SystemRandom().randrange(12_000, 32_000)))
+            return port
+
+
+def wait_until_received(pid, number):
+    """Wait until a process has begun to handle a signal: a second one would merge with a pending one."""
+    pending = 1 << number - 1
+    while int(re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1], 16) & pending:
+        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------------- processes of the nursery

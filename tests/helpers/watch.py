@@ -4,9 +4,11 @@ import logging
 import re
 import time
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lumen.trainer import hang_watch
 from tests.helpers.tasks import Regression, quiet_trainer
 
 WHERE = re.compile(r"helpers/watch\.py:\d+ in __getitem__")
@@ -41,12 +43,14 @@ class ReportFile(logging.Handler):
 def fit_until_stuck(folder, workers, strategy, indices=(5,), **options):
     said = ReportFile(folder / f"said-{time.monotonic_ns()}")
     logging.getLogger("lumen").addHandler(said)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            hang_watch, "in_notebook", True
+        )  # the watch only warns, so it never ends the process of the tests
         trainer = quiet_trainer(
             folder, max_epochs=1, strategy=strategy, enable_checkpointing=False, logger=False, log_level="WARNING",
             **options,
         )  # fmt: skip
         trainer.fit(Regression(), DataLoader(Stuck(said.path, indices), 2, num_workers=workers))
-    finally:
-        logging.getLogger("lumen").removeHandler(said)
+    logging.getLogger("lumen").removeHandler(said)
     return trainer.global_step, said.texts

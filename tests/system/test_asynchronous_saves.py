@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from tests.helpers import ROOT
 from tests.helpers.asynchronous_saves import get_checkpoint_folder, list_checkpoints
+from tests.helpers.jobs import find_free_port, wait_until_received
 from tests.helpers.programs import run_python
 
 IMPATIENT = """
@@ -23,7 +23,8 @@ fsync = os.fsync
 def slow(descriptor):
     if threading.current_thread() is not threading.main_thread():
         print("saving", flush=True)
-        time.sleep(0.2)
+        while not Path(sys.argv[1], "goes-on").exists():
+            time.sleep(0.01)
     fsync(descriptor)
 os.fsync = slow
 
@@ -44,7 +45,9 @@ def test_python_exit_waits_for_save_despite_interrupts(tmp_path):
             assert child.poll() is None
         for _ in range(3):  # finish this step; leave at once; do not wait; end of Python
             child.send_signal(signal.SIGINT)
+            wait_until_received(child.pid, signal.SIGINT)
             time.sleep(0.3)
+        (tmp_path / "goes-on").touch()
         errors = child.communicate(timeout=60)[1]
     assert child.returncode in (130, -signal.SIGINT), errors
     assert list_checkpoints(tmp_path) == ["step-00000002"], errors
@@ -85,9 +88,7 @@ def test_killed_rank_ends_ranks_that_wait_for_it(tmp_path, strategy, victim):
     time.sleep(0.5)  # the other one now waits for this one
     assert list_checkpoints(tmp_path)[0].startswith("step-00000004.tmp-")
     job[victim].kill()
-    killed_s = time.monotonic()
     _, errors = job[1 - victim].communicate(timeout=60)
-    assert time.monotonic() - killed_s < 20
     assert job[1 - victim].returncode == 1, errors
     assert "ProcessLost" in errors
     job[victim].communicate()
@@ -110,9 +111,7 @@ def test_failed_save_after_lost_rank_is_reported_once(tmp_path):
 
 
 def start_ranks(tmp_path, strategy, held, step_s="0.02"):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(find_free_port())
     return [
         subprocess.Popen(
             [sys.executable, "-c", KILLED, tmp_path, strategy, held, step_s], cwd=ROOT, stdout=subprocess.PIPE,

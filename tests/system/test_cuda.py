@@ -2,7 +2,6 @@
 
 import gc
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import lumen
 from lumen.data.seeded_dataset import BatchRequest, SeededDataset
 from lumen.errors import ConfigError, NonFiniteLoss
 from tests.helpers import ROOT
+from tests.helpers.jobs import find_free_port
 from tests.helpers.tables import read_rows
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
@@ -562,9 +562,7 @@ print("the same")
 
 def run_two_processes(code, folder, limit_s, *arguments, own_device):
     """Run code in two processes; return their exit codes, outputs, and the seconds that both took."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     began_s, started = time.monotonic(), []
     for rank in (0, 1):

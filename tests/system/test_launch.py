@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from lumen.distributed import agent
 from lumen.distributed.cluster_environment import find_cluster_process
 from lumen.errors import ConfigError
 from lumen.strategies.factory import choose_processes, make_strategy
+from tests.helpers.jobs import find_free_port
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 from tests.helpers.working_directory import clear_environment, find_commands
 
@@ -66,7 +66,7 @@ if __name__ == "__main__":
         atexit.register(lambda: print(f"gloo's threads: {[name for name in threads() if 'gloo' in name]}"))
         Path(f"order-{os.environ.get('RANK')}").write_text(str({f"class {number}" for number in range(20)}))
     WAIT = MODE == "slow"
-    hanging = lumen.DDP(timeout_s=2, startup_timeout_s=8)
+    hanging = lumen.DDP(timeout_s=4, startup_timeout_s=60)
     strategy = hanging if MODE == "hang" else os.environ.get("TEST_STRATEGY", "auto")
     trainer = lumen.Trainer(
         max_steps=int(steps), devices=int(rest[0]) if rest else None, strategy=strategy, name="run", resume="auto",
@@ -139,7 +139,7 @@ def finish(process, limit_s=90):
     except subprocess.TimeoutExpired:
         process.kill()  # its workers end with it
         pytest.fail(f"not done after {limit_s} s\n{process.communicate()[0]}")
-    for _ in range(50):
+    for _ in range(600):
         if not (left := list_processes()):
             return process.returncode, output
         time.sleep(0.1)
@@ -482,12 +482,6 @@ def test_workers_of_killed_launcher_do_not_train():
 
 
 # ---------------------------------------------------------------------- processes started by other launchers
-
-
-def find_free_port():
-    with socket.socket() as place:
-        place.bind(("localhost", 0))
-        return place.getsockname()[1]
 
 
 def test_torch_distributed_launch_is_supported():

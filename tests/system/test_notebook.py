@@ -170,7 +170,7 @@ TOOLS = """
         }
 
     def changes():
-        deadline = time.monotonic() + 5  # threads that feed queues end a moment after their workers
+        deadline = time.monotonic() + 50  # threads that feed queues end a moment after their workers
         while (now := state()) != UNTOUCHED and time.monotonic() < deadline:
             time.sleep(0.05)
         return {name: (UNTOUCHED[name], value) for name, value in now.items() if value != UNTOUCHED[name]}

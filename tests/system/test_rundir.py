@@ -36,7 +36,7 @@ class Job:
         other.close()
 
     def hear(self):
-        assert self.connection.poll(20), "the job says nothing"
+        assert self.connection.poll(100), "the job says nothing"
         return self.connection.recv()
 
     def kill(self):
@@ -137,7 +137,8 @@ def fork_a_child(run):
     return child
 
 
-def test_kill_frees_directory_despite_forked_child(tmp_path):
+def test_kill_frees_directory_despite_forked_child(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "_PATIENCE_S", 10)
     with Job(hold, tmp_path, "gpt", True, fork_a_child) as job:
         path, child = job.hear()
         try:
@@ -166,7 +167,7 @@ def test_child_that_outlives_its_job_can_claim(tmp_path):
         path, child = job.hear()
         try:
             job.kill()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 100
             while (RunDirectory.read_live_holder(path) or {}).get("pid") != child:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -200,7 +201,8 @@ def lock_and_let_go(connection, path):
         connection.recv()
 
 
-def test_claim_waits_for_a_lock_being_released(tmp_path):
+def test_claim_waits_for_a_lock_being_released(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "_PATIENCE_S", 10)
     RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
     with Job(lock_and_let_go, tmp_path / "gpt" / ".lock") as job:
         assert job.hear() == "locked"

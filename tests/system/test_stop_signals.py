@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lumen.checkpoint import Checkpoint, find_checkpoints
-from tests.helpers.jobs import find_processes
+from tests.helpers.jobs import find_processes, wait_until_received
 
 pytestmark = pytest.mark.usefixtures("program_directory")
 JOB = """
@@ -80,7 +80,7 @@ def finish(job):
     except subprocess.TimeoutExpired:
         job.kill()  # its workers end with it
         pytest.fail(f"not done after 90 s\n{job.communicate()[0]}")
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while left := list_other_processes():
         assert time.monotonic() < until, (left, output)
         time.sleep(0.05)
@@ -177,10 +177,14 @@ from tests.helpers.tasks import Regression, loader
 WHERE, DEVICES = sys.argv[1], int(sys.argv[2])
 RANK = os.environ.get("RANK", "0")
 
+def arrive():
+    Path(f"at-{RANK}.new").write_text(str(os.getpid()))
+    Path(f"at-{RANK}.new").rename(f"at-{RANK}")
+
 class Task(Regression):
     def training_step(self, batch):
         if WHERE == "step" and self.global_step == 3:
-            Path(f"at-{RANK}").write_text(str(os.getpid()))
+            arrive()
             if RANK == str(DEVICES - 1):
                 mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
                 lock(mutex)
@@ -189,7 +193,7 @@ class Task(Regression):
 
     def on_save_checkpoint(self, checkpoint):
         if WHERE == "save" and self.global_step == 4:
-            Path(f"at-{RANK}").write_text(str(os.getpid()))
+            arrive()
             time.sleep(1000)
 
 lumen.Trainer(
@@ -232,9 +236,13 @@ from tests.helpers.tasks import Regression, loader
 STAGE = sys.argv[1]
 RANK = os.environ.get("RANK", "")
 
+def arrive():
+    Path(f"at-{RANK}.new").write_text(str(os.getpid()))
+    Path(f"at-{RANK}.new").rename(f"at-{RANK}")
+
 class Task(Regression):
     def hang(self):
-        Path(f"at-{RANK}").write_text(str(os.getpid()))
+        arrive()
         if RANK == "1":
             mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
             lock(mutex)
@@ -266,6 +274,7 @@ def stop_hung_job(stage, *numbers):
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     send_signal(job, numbers[0], "launcher", 2)
     for number in numbers[1:]:
+        wait_until_received(job.pid, numbers[0])
         time.sleep(1)  # of pending signals, Python handles the lowest number first
         os.kill(job.pid, number)
     return finish(job)

@@ -373,7 +373,7 @@ def test_a_worker_loads_prefetch_factor_batches_ahead(tmp_path):
         loaded = 0
 
         def training_step(self, batch):
-            patience = 1000
+            patience = 10_000
             while self.loaded < 1 + 6 and (patience := patience - 1):  # torch's default would end at 1 + 2
                 time.sleep(0.01)
                 self.loaded = len(record.read_text().splitlines())

@@ -626,6 +626,7 @@ class Encoding(Regression):
         time.sleep(SLEEP_S)
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_task_measures_a_part_of_its_own(tmp_path):
     profiler = lumen.SimpleProfiler()
     trainer = quiet_trainer(tmp_path, max_steps=3, profiler=profiler)
