@@ -87,6 +87,8 @@ class ProcessGroups:
         """Open the group for collectives of a thread, with a long timeout, unless it is open. Collective."""
         if self.thread_group is None:
             self.thread_group = _new_group(self._thread_group_timeout)
+            # In torch before 2.13 the first collectives of two groups must not overlap: their recorders race.
+            dist.all_reduce(torch.zeros(()), group=self.thread_group)
 
     def note_failure(self) -> None:
         """Note that collectives failed, so that `close` does not wait for the other ranks."""

@@ -96,10 +96,10 @@ class StackDumper:
         if collectives is None:
             path.unlink(missing_ok=True)
             return {}
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(collectives))
-        draft.rename(path)
-        found = {}
+        draft, found = path.with_suffix(".tmp"), dict[int, CollectivesBegun]()
+        with suppress(OSError):  # The disk is full, or the folder was removed: a rank without a file is not compared.
+            draft.write_text(json.dumps(collectives))
+            draft.rename(path)
         for each in self._folder.glob("begun-*[0-9]"):
             with suppress(OSError):  # the process has continued and removed its file
                 found[int(each.name.removeprefix("begun-"))] = CollectivesBegun(*json.loads(each.read_text()))
@@ -255,7 +255,8 @@ def _request_stacks(processes: dict[int, tuple[int, int]], number: int, folder: 
         if pid == os.getpid():
             faulthandler.dump_traceback(file)
         elif folder is not None:
-            _get_request(folder, rank).touch()
+            with suppress(OSError):
+                _get_request(folder, rank).touch()
             to_signal.add(rank)
         else:
             _signal(pid, number)
@@ -271,7 +272,7 @@ def _request_stacks(processes: dict[int, tuple[int, int]], number: int, folder: 
                 remaining.remove(rank)
             elif folder is not None and rank in to_signal and time.monotonic() > began_s + _REQUEST_TIMEOUT_S:
                 to_signal.remove(rank)
-                if _withdraw_request(folder, rank):
+                if _withdraw_request(folder, rank) or not folder.exists():
                     _signal(pid, number)
     return {rank: text.decode(errors="replace").strip() for rank, text in texts.items()}
 
@@ -284,7 +285,7 @@ def _withdraw_request(folder: Path, rank: int) -> bool:
     """Remove the request for a rank's stacks; return False if another process has removed it, or nobody has made it."""
     try:
         _get_request(folder, rank).unlink()
-    except FileNotFoundError:
+    except OSError:
         return False
     return True
 

@@ -35,6 +35,18 @@ def collect_young_only() -> Iterator[None]:
                 gc.set_threshold(*before)
 
 
+@contextmanager
+def pause_automatic_collection() -> Iterator[None]:
+    """Begin no automatic collection within the context, which must be short, in any thread."""
+    with _threshold_lock:
+        _found_thresholds.append(gc.get_threshold())
+        gc.set_threshold(0)
+        try:
+            yield
+        finally:
+            gc.set_threshold(*_found_thresholds.pop())
+
+
 class CollectedRun(Protocol):
     """Attributes of a run that garbage collection uses.
 
@@ -68,7 +80,12 @@ def pause_collection_for_fork() -> Iterator[None]:
 
 def collect_in_worker() -> None:
     """Let a loader's worker, which has no steps, collect its own garbage as usual; objects from before fork stay."""
+    global _threshold_lock
     gc.freeze()
+    _threshold_lock = Lock()  # another thread may have held it during the fork, and is not in this process
+    if _found_thresholds:
+        gc.set_threshold(*_found_thresholds[0])
+        _found_thresholds.clear()
     if _was_collecting_before_fork:
         gc.enable()
 

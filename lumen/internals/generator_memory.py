@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 _SIZE = 28
+_numpy_generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # keeps the memory alive
 
 
 @final
@@ -46,7 +47,7 @@ def _map_torch_memory() -> Any:
 
 
 def _map_numpy_memory() -> Any:
-    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    generator = _numpy_generator
     if type(generator) is not np.random.MT19937:
         return UnreadableMemory()
     state = generator.state["state"]  # Numpy keeps 624 words and the position.

@@ -37,6 +37,7 @@ from lumen.distributed.stack_dump import (
 )
 from lumen.distributed.worker import is_worker, report_error
 from lumen.errors import HUNG, ProcessStuck
+from lumen.internals.garbage import pause_automatic_collection
 from lumen.internals.process_groups import RECORDERS, read_recorded_collectives
 from lumen.loop.manual import run_manual_step
 from lumen.loop.step import train_step
@@ -176,7 +177,9 @@ class _HangWatch:
 
     def _iterate_frames(self) -> Iterator[FrameType]:
         """Yield the frames of the watched thread, the innermost first."""
-        frame = sys._current_frames().get(self._thread)
+        # In Python before 3.11.9 a collection inside this call can deadlock with a thread that starts or ends.
+        with pause_automatic_collection():
+            frame = sys._current_frames().get(self._thread)
         while frame is not None:
             yield frame
             frame = frame.f_back
@@ -243,17 +246,26 @@ class _HangWatch:
             if warns:
                 self._print_warning(f"{headline}. Lumen does not end an interactive or debugged run.")
             return
+        try:
+            self._report(places, headline, advice)
+        finally:
+            self._exit_process(_EXIT_TIMEOUT_S)
+
+    def _report(self, places: Sequence[ProcessLocation], headline: str, advice: str) -> None:
+        """Report the end of the job to files, the launcher or the terminal, and the other processes."""
         text, written = "\n".join([headline + ".", *(place.describe() for place in places)]), list[Path]()
         shown = "\n".join(place.describe(all_threads=False) for place in places)
         call_with_timeout(_REPORT_TIMEOUT_S, lambda: self._write_log_file("stacks.txt", f"{text}\n".encode(), written))
         where = f"The stacks of all threads are in {written[0]}. " if written else ""
         report = f"{shown}\n{where}{advice}\nerror: {headline}."
         call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_end, headline))
-        if not report_error(ProcessStuck(headline), report):
+        is_reported = False
+        with suppress(OSError):  # such as a full disk
+            is_reported = report_error(ProcessStuck(headline), report)
+        if not is_reported:
             call_with_timeout(_REPORT_TIMEOUT_S, partial(print, report, file=stderr, flush=True))
         if self._stacks is not None:
             self._stacks.announce_end(headline)
-        self._exit_process(_EXIT_TIMEOUT_S)
 
     def _exit_process(self, wait_s: float = 0.0) -> NoReturn:
         """End this process in any state, after waiting for the other processes of its host."""

@@ -143,7 +143,7 @@ class RunDirectory:
         """Check that the directory is still the claimed one; warn if its checkpoints were removed.
 
         Raises:
-            RunDirectoryError: The directory was removed, moved or replaced.
+            RunDirectoryError: The directory was removed, moved or replaced, or another process has claimed it.
         """
         if self._descriptor is None:
             return
@@ -151,6 +151,13 @@ class RunDirectory:
         is_same = False
         with suppress(FileNotFoundError, NotADirectoryError):
             is_same = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), held)
+        if is_same and not self._holds_lock():
+            holder = _read_holder(self._descriptor)
+            raise RunDirectoryError(
+                f"{self.path} is also in use by process {holder.get('pid')} on {holder.get('host')}. This process had "
+                f"lost its lock, because code has opened and closed {_LOCK}, as a copy of the whole directory does. "
+                f"Stop the other process, resume this run, and leave {_LOCK} out of copies."
+            )
         if not is_same and held.st_nlink:
             raise RunDirectoryError(
                 f"{self.path} was moved to {self._get_current_path()} while its run was writing files. Move the "
@@ -167,6 +174,15 @@ class RunDirectory:
                 self.checkpoints,
             )
             self.checkpoints.mkdir()
+
+    def _holds_lock(self) -> bool:
+        """Lock again if code of the user has closed the file, which drops the lock; False if another process has it."""
+        assert self._descriptor is not None
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in _TAKEN_ERRNOS
+        return True
 
     def _get_current_path(self) -> str:
         """Return the present path of the directory, if the system knows it."""

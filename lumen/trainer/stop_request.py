@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -134,8 +134,9 @@ class GracePeriod:
 def call_with_timeout(limit_s: float, function: Callable[[], object]) -> None:
     """Call a function in a thread, and wait at most `limit_s` seconds, because a hung run may hold a lock."""
     thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    with suppress(RuntimeError):  # The system allows no further thread.
+        thread.start()
+        thread.join(limit_s)
 
 
 def _ignore_in_child() -> None:

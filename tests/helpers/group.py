@@ -116,7 +116,7 @@ def _work(rank, world, folder, pipe):
         os.dup2(stacks.fileno(), sys.stderr.fileno())
         faulthandler.enable(stacks)
         torch._C._set_print_stack_traces_on_fatal_signal(True)  # of all threads, with the frames of C++
-        faulthandler.register(signal.SIGUSR1, stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # it may crash on threads that run
         pipe.send("ready")
         imported = 0
         while True:

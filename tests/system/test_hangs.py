@@ -108,6 +108,14 @@ def test_hangs_are_named_and_ended_reliably(nursery, tmp_path, mode, devices, ti
 
 
 @pytest.mark.slow
+def test_job_ends_without_its_temporary_files(tmp_path):
+    """A cleaner of temporary files has removed those of a long run."""
+    end = start_script(tmp_path, MODULE, {"mode": "no folder", "devices": 2, "launched": True}).wait()
+    assert end.code == HUNG, end.output
+    assert "error: no step and no batch was done for" in end.output
+
+
+@pytest.mark.slow
 def test_hung_job_is_restarted_and_finishes(tmp_path):
     options = {"mode": "loop", "devices": 2, "launched": True, "max_restarts": 1}
     end = start_script(tmp_path, MODULE, options).wait()
@@ -186,3 +194,36 @@ while thread.is_alive():
     time.sleep(0.01)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_reading_frames_does_not_block_other_threads():
+    """Python 3.11.7 can wait for ever if a garbage collection begins while it lists the frames of all threads."""
+    code = """
+import sys, threading, time
+from types import SimpleNamespace
+from lumen.trainer.hang_watch import _HangWatch
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        time.sleep(0)  # lets another thread run, as closing a file does
+
+def read():
+    while not over.is_set():
+        for frame in _HangWatch._iterate_frames(watch):
+            pass
+
+over, watch = threading.Event(), SimpleNamespace(_thread=threading.get_ident())
+reader = threading.Thread(target=read)
+reader.start()
+for _ in range(20_000):
+    Cycle()
+    thread = threading.Thread(target=Cycle)
+    thread.start()
+    thread.join()
+over.set()
+reader.join()
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=200).returncode == 0

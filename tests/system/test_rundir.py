@@ -130,6 +130,35 @@ def test_the_same_process_cannot_hold_a_directory_twice(tmp_path):
         assert RunDirectory.read_live_holder(again.path)
 
 
+def lose_and_check(connection, root):
+    run = RunDirectory.claim(root, "gpt", reuse=True)
+    for _ in range(2):
+        (run.path / ".lock").read_text()  # as a copy of the directory does
+        connection.send("lost")
+        connection.recv()
+        try:
+            run.check_claim()
+        except RunDirectoryError as error:
+            connection.send(str(error))
+        else:
+            connection.send("checked")
+        connection.recv()
+
+
+def test_a_lock_lost_by_a_copy_is_taken_again(tmp_path):
+    with Job(lose_and_check, tmp_path) as job:
+        assert job.hear() == "lost"
+        assert RunDirectory.read_live_holder(tmp_path / "gpt") is None
+        job.connection.send("check")
+        assert job.hear() == "checked"
+        assert RunDirectory.read_live_holder(tmp_path / "gpt")["pid"] == job.process.pid
+        job.connection.send("again")
+        assert job.hear() == "lost"
+        with RunDirectory.claim(tmp_path, "gpt", reuse=True):
+            job.connection.send("check")
+            assert f"is also in use by process {os.getpid()} on" in job.hear()
+
+
 def fork_a_child(run):
     child = os.fork()
     if child == 0:  # a data worker: it has every descriptor of the job

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.internals.garbage import collect_young_only
+from lumen.internals.garbage import collect_in_worker, collect_young_only, pause_automatic_collection
 from tests.helpers.garbage import Untidy, watch_collections
 from tests.helpers.tasks import Regression, Saving, Seeing, bare_trainer, loader
 
@@ -191,3 +192,28 @@ def test_workers_free_only_garbage_they_made(tmp_path, data):
     workers = {int(number) for epoch in (0, 1) for number in torch.cat([y for _, y in task.epochs[epoch]])}
     assert {int(line) for line in own.read_text().splitlines()} == workers - {os.getpid()}
     assert inherited.read_text().split() == [str(os.getpid())] * 20
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("pause", [collect_young_only, pause_automatic_collection])
+def test_worker_forked_during_a_pause_collects_as_usual(pause):
+    """Another thread, such as one that saves, is in the context while the worker is forked."""
+    usual, inside, over = gc.get_threshold(), threading.Event(), threading.Event()
+
+    def save():
+        with pause():
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    inside.wait()
+    if (worker := os.fork()) == 0:
+        collect_in_worker()
+        with collect_young_only():
+            pass
+        os._exit(0 if gc.get_threshold() == usual else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    over.set()
+    thread.join()
+    assert (code, gc.get_threshold()) == (0, usual)

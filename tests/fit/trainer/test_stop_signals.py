@@ -81,7 +81,7 @@ def test_user_signal_handlers_are_kept(tmp_path, number):
 
 def test_non_python_signal_handlers_are_kept(tmp_path):
     with (tmp_path / "stacks").open("w+") as stacks:
-        faulthandler.register(signal.SIGUSR1, stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
         try:
             assert fit(tmp_path, signal.SIGUSR1).global_step == 6
         finally:
