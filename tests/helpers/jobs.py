@@ -165,7 +165,7 @@ def end_processes(directory):
 
 
 def find_free_port():
-    """Return a port that no socket uses, below those that Linux gives to sockets without a chosen port."""
+    """Return a port that no socket uses, below the ports that Linux gives to sockets which choose none."""
     while True:
         with socket.socket() as place, suppress(OSError):
             place.bind(("127.0.0.1", port := random.SystemRandom().randrange(12_000, 32_000)))

@@ -109,7 +109,7 @@ def test_hangs_are_named_and_ended_reliably(nursery, tmp_path, mode, devices, ti
 
 @pytest.mark.slow
 def test_job_ends_without_its_temporary_files(tmp_path):
-    """A cleaner of temporary files has removed those of a long run."""
+    """A cleaner has removed the temporary files of a long run."""
     end = start_script(tmp_path, MODULE, {"mode": "no folder", "devices": 2, "launched": True}).wait()
     assert end.code == HUNG, end.output
     assert "error: no step and no batch was done for" in end.output

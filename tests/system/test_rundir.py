@@ -145,7 +145,7 @@ def lose_and_check(connection, root):
         connection.recv()
 
 
-def test_a_lock_lost_by_a_copy_is_taken_again(tmp_path):
+def test_a_lost_lock_is_taken_again(tmp_path):
     with Job(lose_and_check, tmp_path) as job:
         assert job.hear() == "lost"
         assert RunDirectory.read_live_holder(tmp_path / "gpt") is None
