@@ -24,6 +24,7 @@ _COLLECTIVES, _LOADER = _TORCH + f"distributed{os.sep}", _TORCH + os.path.join("
 _WAIT_FILE = str(Path(__file__).parent / "processes.py")
 _LOOP_FOLDERS = tuple(_LUMEN + folder + os.sep for folder in ("loop", "trainer"))
 _AUTOGRAD = _TORCH + f"autograd{os.sep}"
+_FORK_FILE = "popen_fork.py"  # in Python's multiprocessing
 _LIBRARY_PATH_NAMES = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 _DEBUGGER_FILE = re.compile(r"[/\\](bdb|pdb|IPython[/\\].*|_?pydevd\w*([/\\].*)?|debugpy[/\\].*)\.py$")
 
@@ -99,13 +100,15 @@ class DataWorker:
     @property
     def user_frame(self) -> Frame | None:
         """The innermost frame of user code; None if there is no such frame, as in a worker that waits for work."""
-        return next((frame for frame in parse_frames(self.stacks) if frame.is_in_user_code), None)
+        # The stack of a forked worker goes on with that of the process that has forked it.
+        own = itertools.takewhile(lambda frame: Path(frame.file).name != _FORK_FILE, parse_frames(self.stacks))
+        return next((frame for frame in own if frame.is_in_user_code), None)
 
     @property
     def is_forking(self) -> bool:
         """True if the worker is still inside the fork, before its own Python code."""
         frames = parse_frames(self.stacks)
-        return bool(frames) and Path(frames[0].file).name == "popen_fork.py"
+        return bool(frames) and Path(frames[0].file).name == _FORK_FILE
 
 
 @final

@@ -26,6 +26,12 @@ def test_stalled_data_reports_where_it_waits(tmp_path, workers):
     )
 
 
+def test_busy_worker_is_named_not_an_idle_one(tmp_path):
+    """The first worker is idle: the last batch is the second one's."""
+    _, texts = fit_until_stuck(tmp_path, 2, lumen.SingleDevice(timeout_s=4, startup_timeout_s=60), indices=(14,))
+    assert re.search(rf"waits for its data worker \d+, which is in user code: \S+{WHERE.pattern}", texts[0])
+
+
 def test_progressing_run_reports_nothing_and_leaves_no_thread(tmp_path, caplog):
     before = threading.active_count()
     quiet_trainer(tmp_path, max_epochs=2).fit(Regression(), DataLoader(Stuck(tmp_path), 2))
