@@ -100,7 +100,7 @@ class DataWorker:
     @property
     def user_frame(self) -> Frame | None:
         """The innermost frame of user code; None if there is no such frame, as in a worker that waits for work."""
-        # The stack of a forked worker goes on with that of the process that has forked it.
+        # Below this file, the stack of a forked worker is the stack of the process that has forked the worker.
         own = itertools.takewhile(lambda frame: Path(frame.file).name != _FORK_FILE, parse_frames(self.stacks))
         return next((frame for frame in own if frame.is_in_user_code), None)
 

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ def read_process_state():
             for each in loggers
         },
         "threads": {thread.name for thread in threading.enumerate()},
-        "processes": multiprocessing.active_children(),
+        "processes": {*multiprocessing.active_children()},
         "files": list_open_files(),
         "garbage": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0, len(gc.callbacks)),
         "process groups": torch.distributed.is_initialized(),
@@ -68,3 +69,19 @@ def read_process_state():
             len(nn.modules.module._global_backward_hooks),
         ),
     }
+
+
+def find_changes(before):
+    """Return what has changed since `before`, a result of `read_process_state`, as pairs of the old and new state.
+
+    Threads that feed the queues of data workers end a moment after the workers: wait for them, at most a minute.
+    """
+    gc.collect()
+    deadline_s = time.monotonic() + 60
+    while True:
+        after = read_process_state()
+        before["processes"] = {child for child in before["processes"] if child.is_alive()}  # of an earlier test
+        changes = {what: (before[what], after[what]) for what in before if before[what] != after[what]}
+        if not changes or time.monotonic() > deadline_s:
+            return changes
+        time.sleep(0.01)

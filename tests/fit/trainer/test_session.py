@@ -10,7 +10,7 @@ import lumen
 from lumen.errors import CheckpointError, LumenError, RunDirectoryError
 from lumen.trainer import process_settings, session
 from lumen.trainer.run_directory import RunDirectory
-from tests.helpers.process_state import read_process_state
+from tests.helpers.process_state import find_changes, read_process_state
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
 SWITCHES = {
@@ -52,11 +52,8 @@ def catch_error(path, task, error, **options):
         fit(path, task, **options)
     except error as exception:
         message = str(exception)
-    gc.collect()
-    after = read_process_state()
-    before["processes"] = [child for child in before["processes"] if child.is_alive()]  # An earlier test may end late.
     assert message is not None
-    assert {what: (before[what], after[what]) for what in before if before[what] != after[what]} == {}
+    assert find_changes(before) == {}
     assert not process_settings._open
     assert task._run is None or not task._run.stage
     return message

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.distributed.stack_dump import SINGLE_SIGNAL
 from lumen.errors import ConfigError
-from tests.helpers.process_state import read_process_state
+from tests.helpers.process_state import find_changes, read_process_state
 from tests.helpers.tasks import Drawing, Regression, bare_trainer, loader, quiet_trainer, weights
 from tests.helpers.watch import WHERE, fit_until_stuck
 
@@ -333,7 +333,4 @@ def test_run_leaves_no_trace_in_its_process(tmp_path, name):
     except BaseException as exception:
         ended = type(exception)
     assert ended is error
-    gc.collect()
-    after = read_process_state()
-    before["processes"] = [child for child in before["processes"] if child.is_alive()]  # An earlier test may end late.
-    assert {what: (before[what], after[what]) for what in before if before[what] != after[what]} == {}
+    assert find_changes(before) == {}
