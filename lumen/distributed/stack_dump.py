@@ -254,9 +254,7 @@ def _request_stacks(processes: dict[int, tuple[int, int]], number: int, folder: 
         pid, file = processes[rank]
         if pid == os.getpid():
             faulthandler.dump_traceback(file)
-        elif folder is not None:
-            with suppress(OSError):
-                _get_request(folder, rank).touch()
+        elif folder is not None and _write_request(folder, rank):
             to_signal.add(rank)
         else:
             _signal(pid, number)
@@ -272,19 +270,24 @@ def _request_stacks(processes: dict[int, tuple[int, int]], number: int, folder: 
                 remaining.remove(rank)
             elif folder is not None and rank in to_signal and time.monotonic() > began_s + _REQUEST_TIMEOUT_S:
                 to_signal.remove(rank)
-                if _withdraw_request(folder, rank) or not folder.exists():
+                if _withdraw_request(folder, rank):
                     _signal(pid, number)
     return {rank: text.decode(errors="replace").strip() for rank, text in texts.items()}
 
 
-def _get_request(folder: Path, rank: int) -> Path:
-    return folder / f"wanted-{rank}"
+def _write_request(folder: Path, rank: int) -> bool:
+    """Request a rank's stacks from its watch; return False if the file cannot be written."""
+    try:
+        (folder / f"wanted-{rank}").touch()
+    except OSError:
+        return False
+    return True
 
 
 def _withdraw_request(folder: Path, rank: int) -> bool:
     """Remove the request for a rank's stacks; return False if another process has removed it, or nobody has made it."""
     try:
-        _get_request(folder, rank).unlink()
+        (folder / f"wanted-{rank}").unlink()
     except OSError:
         return False
     return True

@@ -317,7 +317,7 @@ def claim_directory(session: Session) -> Iterator[None]:
             if is_restarted():
                 origin.check_weights()
             for given in {each.given_dirpath for each in savers if each.given_dirpath is not None}:
-                choose_folder(directory.path, given, is_running=lambda path: bool(RunDirectory.read_live_holder(path)))
+                choose_folder(directory.path, given, _is_running)
         folders = [locate_folder(directory.path, each.given_dirpath) for each in savers]
         return directory.path, directory.restarted, folders
 
@@ -328,6 +328,14 @@ def claim_directory(session: Session) -> Iterator[None]:
             each.use_folder(folder)
         session.directory = session.record = trainer.run_directory
         yield
+
+
+def _is_running(directory: Path) -> bool:
+    """Return True if a live process holds a run directory, or if this user may not know."""
+    try:
+        return RunDirectory.read_live_holder(directory) is not None
+    except RunDirectoryError:
+        return True
 
 
 def _claim_record(session: Session, closing: ExitStack) -> Path | None:

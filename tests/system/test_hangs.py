@@ -52,6 +52,8 @@ def is_named_and_ended(nursery, folder, mode, devices):
     (stacks,) = (folder / "runs/run/logs").glob("stacks-*.txt")
     text = stacks.read_text()
     assert all(f"rank {rank} (pid " in text for rank in range(devices))
+    sections = re.split(r"^rank \d+ \(pid ", text, flags=re.M)[1:]
+    assert is_killed or all("Thread 0x" in section for section in sections)  # of all threads, in each process
     assert f"{stacks.relative_to(folder)}" in end.output
     assert "failed: ProcessStuck: no step and no batch" in (folder / "runs/run/run.log").read_text()
     if devices > 1:
